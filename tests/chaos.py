@@ -5,10 +5,11 @@
     PYTHONPATH=tests python tests/chaos.py --seconds 3600 --seed 100000
 
 Each seed has a layout, a staleness, settings and up to six faults: deaths, silence, late and lost replies and slow
-phases of learners, generators and graders, and requests to stop, after which the run is resumed. They come at any
-time: in saves, evaluations and recoveries too. The run must come to its end in virtual time, train every group once,
-keep the invariants of the schedule and the bound of staleness and, at staleness 0, end with the weights of the run
-without faults. The first seed that does not is shown with the fewest faults that it needs, and the exit code is 1."""
+phases of learners, generators and graders, generators that leave (SIGTERM), nodes that join, die or are drained, and
+requests to stop, after which the run is resumed. They come at any time: in saves, evaluations and recoveries too. The
+run must come to its end in virtual time, train every group once, keep the invariants of the schedule and the bound of
+staleness and, at staleness 0, end with the weights of the run without faults. The first seed that does not is shown
+with the fewest faults that it needs, and the exit code is 1."""
 
 from __future__ import annotations
 

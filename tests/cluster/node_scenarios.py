@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +19,10 @@ from typing import Any
 import numpy as np
 import ray
 import ray.cluster_utils
+from ray.core.generated import autoscaler_pb2
 
 from helpers.clusters import next_death
-from helpers.processes import descendants
+from helpers.processes import descendants, wait_until
 from helpers.roles import Batch, Counter, Request, Summer, ids
 from podium.cluster import Cluster, Layout, MeshShape, Pool, RayCluster, Resources, RoleSpec, Workers, open_ray
 from podium.cluster.worker_pool import Timeouts
@@ -49,8 +51,11 @@ class Maker(Counter):
 
 
 @contextmanager
-def nodes_of(*cpus: int, settings: dict[str, int] | None = None, **first: Any) -> Iterator[ray.cluster_utils.Cluster]:
-    """A cluster of raylets; the first is the head, and has what `first` says."""
+def nodes_of(
+    *cpus: int, settings: dict[str, int] | None = None, shutdown_at_exit: bool = True, **first: Any
+) -> Iterator[ray.cluster_utils.Cluster]:
+    """A cluster of raylets; the first is the head, and has what `first` says. Without `shutdown_at_exit` nodes can be
+    added in other threads than the main one: Ray sets no signal handlers then."""
     head: dict[str, Any] = {
         "num_cpus": cpus[0],
         "include_dashboard": False,
@@ -59,7 +64,7 @@ def nodes_of(*cpus: int, settings: dict[str, int] | None = None, **first: Any) -
     }
     if settings is not None:
         head["_system_config"] = settings
-    cluster = ray.cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+    cluster = ray.cluster_utils.Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=shutdown_at_exit)
     try:
         for count in cpus[1:]:
             add_node(cluster, count)
@@ -386,11 +391,110 @@ def outside_listeners_of(root: int) -> set[str]:
     return found
 
 
+def membership(folder: Path) -> dict[str, float]:
+    """A node joins a running job, and is drained later: a generator joins and leaves, and the run ends with the weights
+    of one in a single process."""
+    from golden.runs import fingerprint, make_task, recipe, train
+    from podium.runs.events import membership_changes, recoveries
+
+    make_task(folder)
+    hold = folder / "hold"
+    (folder / "held.py").write_text(
+        "import pathlib, time\n\n\ndef digits(answer, **_):\n"
+        f"    while pathlib.Path({str(hold)!r}).exists():\n        time.sleep(0.05)\n"
+        "    return sum(character.isdigit() for character in answer) / 10\n"
+    )
+
+    def values(name: str, **placement: Any) -> dict[str, Any]:
+        values = recipe("grpo")
+        return values | {
+            "steps": 8, "checkpoint": {"every": 8, "background": False}, "reward": [{"function": "held.py:digits"}],
+            "grading": {"workers": 1, "timeout_s": 120.0},
+            "placement": {**values["placement"], **placement},
+            "run": {"name": name, "folder": str(folder / "runs")},
+        }  # fmt: skip
+
+    expected = fingerprint(train(values("alone", launcher="inline"), folder), step=8)
+    measured: dict[str, float] = {}
+    with nodes_of(2, settings=ATTENTIVE, shutdown_at_exit=False) as nodes:
+        os.environ["RAY_ADDRESS"] = nodes.address
+        split = {"layout": "split", "devices": 2, "rollout_devices": 1, "max_rollout_devices": 2}
+        changing = _InThread(lambda: _join_and_drain(nodes, folder / "runs" / "split", hold, measured))
+        run = train(values("split", launcher="ray", **split), folder)
+        changing.join()
+    assert fingerprint(run, step=8)["weights"] == expected["weights"]
+    changes = [(each.change, each.generator.partition("@")[0], each.generators) for each in membership_changes(run)]
+    assert changes == [("joined", "rollout[1]", 2), ("left", "rollout[1]", 1)], changes
+    assert list(recoveries(run)) == []
+    return measured
+
+
+def _join_and_drain(nodes: ray.cluster_utils.Cluster, run: Path, hold: Path, measured: dict[str, float]) -> None:
+    """Holds the rewards of a step until what it waits for is on its way."""
+    from podium.cluster import cluster as cluster_module
+
+    started: list[Workers] = []
+    start = cluster_module.Workers.start
+
+    async def noted(workers: Workers) -> None:
+        started.append(workers)
+        await start(workers)
+
+    cluster_module.Workers.start = noted  # type: ignore[method-assign]
+
+    def committed() -> int:
+        file = run / "metrics.jsonl"
+        return len(file.read_bytes().splitlines()) if file.is_file() else 0
+
+    wait_until(lambda: committed() >= 1, "the first step", deadline_s=120)
+    pool = started[0].worker_pool("rollout")
+    hold.touch()
+    with seconds(measured, "ready_after_joining_s"):
+        node = add_node(nodes, 1)
+        wait_until(lambda: pool.ready == (1,), "a generator on the new node", deadline_s=120)
+    hold.unlink()
+    wait_until(lambda: not pool.vacant, "its admission", deadline_s=60)
+    now = committed()
+    wait_until(lambda: committed() > now, "a step with two generators", deadline_s=60)
+    hold.touch()
+    with seconds(measured, "noticed_s"):
+        client = ray._raylet.GcsClient(address=nodes.address)
+        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        deadline_ms = int((time.time() + 60) * 1000)
+        assert client.drain_node(node.node_id, reason, "it is taken back", deadline_ms)[0]
+        wait_until(lambda: 1 in pool.vacant or pool.members[1].leaving is not None, "the notice", deadline_s=30)
+    hold.unlink()
+    wait_until(lambda: 1 in pool.vacant, "its end", deadline_s=60)
+
+
+class _InThread:
+    """A call beside the main thread, which has the run. `join` raises what it raised."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True)
+        self._thread.start()
+
+    def _run(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            self._error = error
+
+    def join(self) -> None:
+        self._thread.join(60)
+        if self._error is not None:
+            raise self._error
+
+
 SCENARIOS: dict[str, Callable[[Path], Awaitable[dict[str, float]]]] = {
     scenario.__name__: scenario for scenario in (placing, death, joining, wrong_address, not_ray, local)
 }
 
 
 if __name__ == "__main__":
-    measured = asyncio.run(SCENARIOS[sys.argv[1]](Path(sys.argv[2])))  # type: ignore[arg-type]
+    if sys.argv[1] == "membership":
+        measured = membership(Path(sys.argv[2]))
+    else:
+        measured = asyncio.run(SCENARIOS[sys.argv[1]](Path(sys.argv[2])))  # type: ignore[arg-type]
     print(json.dumps(measured), flush=True)

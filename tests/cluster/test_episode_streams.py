@@ -90,8 +90,9 @@ class Sources:
     def streaming(self, plan: SamplingPlan) -> AbstractAsyncContextManager[EpisodeStream]:
         return streaming(self.group, plan)
 
-    async def lanes(self) -> tuple[int, ...]:
-        return tuple(answer.value for answer in await self.group.call_all(Source.lanes))
+    async def lanes(self) -> dict[int, int]:
+        answers = await self.group.call_all(Source.lanes)
+        return {rank: answer.value for rank, answer in zip(self.group.ranks, answers, strict=True)}
 
     async def replace(self, stream: EpisodeStream, lost: Lost) -> None:
         await self._workers.recover(lost.worker.pool)

@@ -113,6 +113,12 @@ def test_a_pool_without_room_is_placed_when_a_node_joins_and_says_so_when_none_d
 
 
 @pytest.mark.slow
+def test_a_generator_joins_on_a_new_node_and_leaves_when_it_is_drained() -> None:
+    times = measured("membership", limit_s=280)
+    assert times["noticed_s"] < 15
+
+
+@pytest.mark.slow
 def test_a_wrong_address_fails_fast_and_says_what_to_do() -> None:
     measured("wrong_address", limit_s=60)
 

@@ -102,7 +102,7 @@ class _Placed:
 class FakeGenerator(_Placed):
     """Answers with the odds that it was given last, two prompts to a block, the last prompts first."""
 
-    num_engines = 1
+    num_engines, ranks, workers = 1, (0,), ("the only one",)
 
     def __init__(self, bandit: Bandit) -> None:
         super().__init__(bandit, "generator")
@@ -124,16 +124,16 @@ class FakeGenerator(_Placed):
         self._chance, self._version = self._bandit.chance, transfer.version.number
         return 4
 
-    async def usage(self) -> tuple[GeneratorUsage, ...]:
+    async def usage(self) -> dict[str, GeneratorUsage]:
         load = Load(**dict.fromkeys(Load.__slots__, 0))
-        return (GeneratorUsage(load=load, idle_s=0.0, install_s=0.0),)
+        return {self.workers[0]: GeneratorUsage(load=load, idle_s=0.0, install_s=0.0)}
 
     @asynccontextmanager
     async def streaming(self, plan: SamplingPlan) -> AsyncIterator[FakeStream]:
         yield FakeStream(self, plan)
 
-    async def lanes(self) -> tuple[int, ...]:
-        return (1000,)
+    async def lanes(self) -> dict[int, int]:
+        return {0: 1000}
 
     async def replace(self, stream: Any, lost: Any) -> None:
         raise lost.error
@@ -169,7 +169,7 @@ class FakeGenerator(_Placed):
 class FakeStream:
     """All that a generator is given is answered at once."""
 
-    num_workers = 1
+    ranks = (0,)
 
     def __init__(self, generator: FakeGenerator, plan: SamplingPlan) -> None:
         self._generator, self._plan = generator, plan

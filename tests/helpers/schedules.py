@@ -29,6 +29,7 @@ from podium.controller.scheduling import (
     Lend,
     Publish,
     Recall,
+    Retire,
     ReturnedEpisode,
     ScheduleSettings,
     StartStep,
@@ -38,6 +39,7 @@ from podium.controller.scheduling import (
     Void,
     WeightsInstalled,
     WorkerJoined,
+    WorkerLeaving,
     WorkerLeft,
     WorkerLost,
 )
@@ -78,6 +80,8 @@ class Costs:
     uniform_share: float = 0.0
     skipped_share: float = 0.0  # steps that leave the weights as they were
     loss_every_s: float = 0.0  # mean time between two losses of a worker; 0: none
+    leave_every_s: float = 0.0  # mean time between two workers that leave; 0: none. One or two join later
+    grace_s: float = 0.0  # until a worker that leaves has given back what it runs; a tenth of them die before
 
     def length(self) -> float:
         return self.length_s * self.rng.lognormvariate(0.0, self.spread)
@@ -122,6 +126,8 @@ class World:
             self._join(lanes)
         if self.costs.loss_every_s:
             self._after(self.costs.rng.expovariate(1 / self.costs.loss_every_s), "lose")
+        if self.costs.leave_every_s:
+            self._after(self.costs.rng.expovariate(1 / self.costs.leave_every_s), "leave")
         self._request()
         while self._queue and not self.ended:
             self.now_s, _, kind, arguments = heapq.heappop(self._queue)
@@ -182,6 +188,8 @@ class World:
                 self._after(costs.switch_s * rng.random() * 2, "recalled")
             case GiveBack():
                 self._after(costs.acknowledge_s * rng.random(), "gives_back", action.worker, set(action.episodes))
+            case Retire():
+                self._after(costs.grace_s * rng.random(), "retired", action.worker)
             case Void():
                 if action.reason == "stopped":
                     self.stopped.append(action.group)
@@ -209,6 +217,28 @@ class World:
             self._tell(WorkerLost(worker=name))
             self._after(self.costs.rng.random(), "join", engine.lanes)
         self._after(self.costs.rng.expovariate(1 / self.costs.loss_every_s), "lose")
+
+    def _leave(self) -> None:
+        """Any worker but lent ones, also the last."""
+        rng, names = self.costs.rng, sorted(each for each in self.engines if not each.startswith("lent"))
+        if names:
+            name = rng.choice(names)
+            for _ in range(rng.randint(1, 2)):
+                self._after(self.costs.grace_s + 2 * rng.random(), "join", self.engines[name].lanes)
+            self._tell(WorkerLeaving(worker=name))
+        self._after(rng.expovariate(1 / self.costs.leave_every_s), "leave")
+
+    def _retired(self, name: str) -> None:
+        engine = self.engines.get(name)
+        if engine is None:
+            return  # it was lost before
+        if self.costs.rng.random() < 0.1:
+            del self.engines[name]
+            self._tell(WorkerLost(worker=name))
+            return
+        self._give_back(engine, [*engine.running, *engine.waiting], keeps=self.settings.on_new_weights != "finish")
+        del self.engines[name]
+        self._tell(WorkerLeft(worker=name))
 
     def _sampled(self, name: str, sequence: Sequence) -> None:
         engine = self.engines.get(name)
@@ -255,10 +285,14 @@ class World:
             all_there = [*engine.running, *engine.waiting]
             self._give_back(engine, [each for each in all_there if (each.group, each.sample, each.attempt) in episodes])
 
-    def _give_back(self, engine: Engine, sequences: list[Sequence]) -> None:
+    def _give_back(self, engine: Engine, sequences: list[Sequence], *, keeps: bool = True) -> None:
+        """`keeps`: they keep their tokens."""
         returned = []
         for each in sequences:
-            if each in engine.running:
+            if not keeps:
+                (engine.running if each in engine.running else engine.waiting).remove(each)
+                each.oldest = each.newest = -1
+            elif each in engine.running:
                 each.newest = max(each.newest, engine.version)
                 self._begun[each.group, each.sample] = each.oldest, each.newest
                 engine.running.remove(each)

@@ -45,7 +45,7 @@ class Case:
 
     def recipe(self, folder: Path, **placement: Any) -> GrpoRecipe:
         """Some small steps; workers may die often. Variants evaluate and save every two steps, leave out uniform
-        groups, and differ in what new weights mean for running sequences."""
+        groups, let generators join, and differ in what new weights mean for running sequences."""
         changes: dict[str, Any] = {}
         if self.variant % 2:
             changes = {
@@ -55,11 +55,12 @@ class Case:
             }
         if self.variant % 3 == 1:
             changes["algorithm"] = {"dynamic_sampling": True}
+        joins = {"max_rollout_devices": 4} if self.layout != "colocated" and self.variant % 4 >= 2 else {}
         choices = ("recompute", "keep") if self.layout == "elastic" else ("recompute", "keep", "finish")
         in_flight = choices[self.variant // 2 % len(choices)]
         return simulated_recipe(
             folder, steps=max(3, self.staleness + 1), grading={"workers": 2}, **changes,
-            placement={**LAYOUTS[self.layout], "restarts": 100, "heartbeat_timeout_s": 12.0, **placement},
+            placement={**LAYOUTS[self.layout], **joins, "restarts": 100, "heartbeat_timeout_s": 12.0, **placement},
             rollout={
                 "staleness": self.staleness, "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES,
                 **({"on_new_weights": in_flight} if self.staleness else {}),

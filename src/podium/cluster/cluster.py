@@ -16,26 +16,28 @@ from podium.cluster.deadlines import Deadline
 from podium.cluster.fanout import OverdueError
 from podium.cluster.group import RoleGroup
 from podium.cluster.hangs import Hang
-from podium.cluster.health import Leave, Rebuild, Respawn, WhereReport, WorkerHealth, remedy
+from podium.cluster.health import Leave, Leaving, Rebuild, Respawn, WhereReport, WorkerHealth, remedy
 from podium.cluster.identity import WorkerId
 from podium.cluster.inline import InlineTransport
 from podium.cluster.layout import Layout, RayCluster
 from podium.cluster.links import Links
 from podium.cluster.local_ray import LocalRay
+from podium.cluster.member import Timeouts
 from podium.cluster.meshes import MeshRegistry
 from podium.cluster.objects import ObjectScope, Stored
 from podium.cluster.placement import TooLarge, bundles_of, preflight
 from podium.cluster.placing import place_pools
 from podium.cluster.results import Span
-from podium.cluster.simulated_faults import WorkerFault
+from podium.cluster.simulated_faults import NodeFault, WorkerFault
 from podium.cluster.transport import Transport, Value
-from podium.cluster.worker_pool import RESTORING, Timeouts, WorkerPool
+from podium.cluster.worker_pool import RESTORING, WorkerPool
 from podium.errors import ClusterError, DeadlineError, PlacementError, StartTimeoutError, WorkerDiedError
 
 RoleT = TypeVar("RoleT")
 Tell = Callable[[str], object]
 Restore = Callable[[tuple[WorkerId, ...]], Awaitable[None]]
 HangListener = Callable[[Hang], object]
+LeavingListener = Callable[[Leaving], object]
 
 _ATTEMPTS = 3
 _MOST_SPANS = 100_000
@@ -70,16 +72,18 @@ async def open_inline(*, deadlines: bool = True, tell: Tell = lambda what: None)
 
 @asynccontextmanager
 async def open_simulated(
-    faults: Sequence[WorkerFault] = (), *, start_s: float = 0.0, tell: Tell = lambda what: None
-) -> AsyncIterator[Cluster]:
+    faults: Sequence[WorkerFault | NodeFault] = (), *, start_s: float = 0.0, num_nodes: int = 0,
+    tell: Tell = lambda what: None,
+) -> AsyncIterator[Cluster]:  # fmt: skip
     """The same interface on the virtual clock of `run_virtual`: workers are tasks, and their methods wait with
-    `asyncio.sleep`. A worker starts in `start_s`, and `faults` happen to workers at their times."""
+    `asyncio.sleep`. A worker starts in `start_s`, and `faults` happen to workers and nodes at their times. `num_nodes`:
+    see `SimulatedTransport`."""
     from podium.cluster.simulated import SimulatedTransport
     from podium.cluster.virtual_time import VirtualLoop
 
     if not isinstance(asyncio.get_running_loop(), VirtualLoop):
         raise ClusterError("a simulated cluster needs a virtual clock: start the program with run_virtual(main()).")
-    async with _opened(SimulatedTransport(faults, start_s=start_s), tell=tell) as cluster:
+    async with _opened(SimulatedTransport(faults, start_s=start_s, num_nodes=num_nodes), tell=tell) as cluster:
         yield cluster
 
 
@@ -129,7 +133,7 @@ class Cluster:
 
     def check(self, layout: Layout) -> None:
         """Preflight: raises an explanation if the layout can never fit, before anything starts."""
-        bundles = [bundle for pool in layout.pools for bundle in bundles_of(pool)]
+        bundles = [bundle for pool in layout.pools for bundle in bundles_of(pool)[: pool.num_first]]
         outcome = preflight(bundles, self._transport.nodes())
         if isinstance(outcome, TooLarge):
             raise PlacementError(outcome.reason)
@@ -196,7 +200,9 @@ class Workers:
         self._layout, self._transport, self._deadline_s = layout, transport, deadline_s
         self._placing, self._timeouts = asyncio.Lock(), timeouts
         self._worker_pools = {
-            pool.name: WorkerPool(layout, pool, transport, timeouts, self._placing, tell, self._note_hang)
+            pool.name: WorkerPool(
+                layout, pool, transport, timeouts, self._placing, tell, self._note_hang, self._note_leaving
+            )
             for pool in layout.pools
         }
         meshes = {role.name: layout.mesh(role) for role in layout.roles}
@@ -205,6 +211,7 @@ class Workers:
         self._channels = Channels(self._worker_pools, lambda: self.registry)
         self._restores: dict[str, Restore] = {}
         self._hang_listener: HangListener | None = None
+        self._leaving_listener: LeavingListener = lambda leaving: None
         self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
 
     async def start(self) -> None:
@@ -275,6 +282,48 @@ class Workers:
         if self._hang_listener is not None:
             self._hang_listener(replace(hang, where={**hang.where, **dict(zip(pools, reports, strict=True))}))
 
+    def report_leaving_to(self, listener: LeavingListener) -> None:
+        """`listener` is told of every worker that will be gone soon, as long as it still works."""
+        self._leaving_listener = listener
+
+    def _note_leaving(self, leaving: Leaving) -> None:
+        self._leaving_listener(leaving)
+
+    def vacate(self, pool: str, slots: Sequence[int], *, frees_places: bool = False) -> None:
+        """Ends the workers of these slots and goes on without them: calls to all workers and links leave them out, and
+        channels when they are renewed. `frees_places`: their places are not kept for their successors."""
+        if slots:
+            self.worker_pool(pool).vacate(slots, frees_places=frees_places)
+            self.registry = self.registry.without(pool, slots)
+            self._links.outdate(pool)
+
+    async def renew_channels(self, pool: str) -> None:
+        """Tells those that call workers of this pool directly who they are now."""
+        await self._channels.renew(pool, (), Deadline(self._deadline_s))
+
+    async def fill(self, pool: str, *, deadline_s: float = 300.0) -> tuple[int, ...]:
+        """Starts workers in vacant slots, in as many as there is room for now. They are called only when `admit` has
+        been. Returns the slots. A failure leaves none of them running, and the others are not concerned."""
+        return await self.worker_pool(pool).fill(Deadline(deadline_s))
+
+    async def admit(self, pool: str) -> tuple[WorkerId, ...]:
+        """From now on the workers that `fill` has started are workers like the others. Returns them."""
+        worker_pool = self.worker_pool(pool)
+        new = tuple(each.worker for each in worker_pool.members if each.slot in worker_pool.ready)
+        if new:
+            worker_pool.vacant -= {worker.index for worker in new}
+            self.registry = self.registry.with_workers(new)
+            self._links.outdate(pool)
+            await self._channels.renew(pool, new, Deadline(self._deadline_s))
+        return new
+
+    async def nodes_changed(self, pool: str) -> None:
+        """Waits until it is worth filling slots again. Reports workers of the pool whose nodes are being drained."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.worker_pool(pool).avoids_for_s):
+                await self._transport.nodes_changed()
+        self.worker_pool(pool).note_nodes(await in_thread(self._transport.nodes))
+
     async def renew_links(self, *, deadline_s: float = 60.0) -> None:
         """Forms links again whose workers were replaced by a `recover` that did not."""
         await self._links.renew(Deadline(deadline_s))
@@ -292,7 +341,7 @@ class Workers:
                 f"pool {pool} is being recovered already: what restores its workers cannot call recover."
             )
         async with self._alone(worker_pool, deadline):  # a second caller then finds nothing left to recover
-            slots = tuple(range(worker_pool.pool.slots)) if everyone else self._to_replace(worker_pool)
+            slots = worker_pool.present if everyone else self._to_replace(worker_pool)
             if slots:
                 worker_pool.unfinished |= set(slots)
                 await self._until_it_stands(worker_pool, lambda left: worker_pool.replace(slots, left), deadline)
@@ -413,4 +462,5 @@ class Workers:
             except WorkerDiedError as error:
                 if attempt == _ATTEMPTS or deadline.over or isinstance(error, StartTimeoutError):
                     raise
-        self.registry = self.registry.with_workers([member.worker for member in worker_pool.members])
+        present = [each.worker for each in worker_pool.members if each.slot not in worker_pool.vacant]
+        self.registry = self.registry.with_workers(present)

@@ -81,8 +81,23 @@ class RoleGroup(Generic[RoleT]):
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
-        """The current workers of the role, in rank order."""
+        """The current workers of the role, in rank order. Vacant ranks are left out."""
         return self._started.registry.workers_of(self._role)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of `workers`."""
+        return self._started.registry.ranks_of(self._role)
+
+    def worker(self, rank: int) -> WorkerId:
+        """The worker of one rank of the role's mesh. Raises WorkerDiedError if its slot is vacant."""
+        mesh = self.mesh
+        if not 0 <= rank < len(mesh.slots):
+            raise ClusterError(f"role {self._role} has the ranks 0 to {len(mesh.slots) - 1}, not {rank}.")
+        worker = self._started.registry.worker(mesh.pool, mesh.slots[rank])
+        if worker is None:
+            raise WorkerDiedError(f"rank {rank} of role {self._role} has no worker now: its slot is vacant.")
+        return worker
 
     def within(self, seconds: float, *, work_only: bool = False) -> RoleGroup[RoleT]:
         """The same group with another deadline for its calls. `work_only`: not for control calls, which answer soon."""
@@ -107,7 +122,7 @@ class RoleGroup(Generic[RoleT]):
         self, rank: int, method: Callable[Concatenate[RoleT, P], Result], *args: P.args, **kwargs: P.kwargs
     ) -> CallResult[Result]:
         """Calls the worker of one rank of the role's mesh. Not for methods that use collectives."""
-        return (await self._call((self._at(rank),), method, args, kwargs))[0]
+        return (await self._call((self.worker(rank),), method, args, kwargs))[0]
 
     async def control_all(
         self, method: Callable[Concatenate[RoleT, P], Result], *args: P.args, **kwargs: P.kwargs
@@ -120,7 +135,7 @@ class RoleGroup(Generic[RoleT]):
         self, rank: int, method: Callable[Concatenate[RoleT, P], Result], *args: P.args, **kwargs: P.kwargs
     ) -> CallResult[Result]:
         """Like `control_all`, on one worker."""
-        return (await self._call((self._at(rank),), method, args, kwargs, control=True))[0]
+        return (await self._call((self.worker(rank),), method, args, kwargs, control=True))[0]
 
     async def call_sharded(
         self,
@@ -156,7 +171,7 @@ class RoleGroup(Generic[RoleT]):
         """Yields blocks of one rank as its method yields them. Finished blocks stay readable if the worker dies later.
         The deadline is for the wait between two blocks. Ends with an error unless every id of the shard has come
         once."""
-        self._at(rank)
+        self.worker(rank)
         self._check_repeats([shard])
         opened = self._open([(rank, shard)], self._name(method), args, kwargs)
         async for result in self._blocks(opened[0]):
@@ -181,7 +196,7 @@ class RoleGroup(Generic[RoleT]):
     ) -> AsyncIterator[ShardResult[RowsT]]:  # fmt: skip
         """Yields blocks of one rank whose trajectories are not known in advance, because the worker is given more while
         it runs. The caller checks what comes. The deadline is for the wait between two blocks."""
-        member = self._worker_pool().member(self._at(rank))
+        member = self._worker_pool().member(self.worker(rank))
         name = self._name(method)
         order = Invoke(member.worker, self._role, name, "rows")
         opened = _Opened(
@@ -195,8 +210,8 @@ class RoleGroup(Generic[RoleT]):
         self, shards: Sequence[tuple[int, Shard]], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[_Opened]:
         """Sends a streaming call to all of these ranks, or to none."""
-        worker_pool, workers = self._worker_pool(), self.workers
-        members = [worker_pool.member(workers[rank]) for rank, _ in shards]
+        worker_pool = self._worker_pool()
+        members = [worker_pool.member(self.worker(rank)) for rank, _ in shards]
         opened: list[_Opened] = []
         with sending(opened, f"{self._role}.{name}", worker_pool):
             for (rank, shard), member in zip(shards, members, strict=True):
@@ -269,7 +284,7 @@ class RoleGroup(Generic[RoleT]):
             now = self._started.registry.worker(expected.pool, expected.index)
             raise WorkerDiedError(
                 f"an answer to {self._role}.{name} from {reply.worker} is refused: the call went to {expected}, and "
-                f"its slot has {now} now. An old incarnation has outdated weights and state."
+                f"its slot has {now or 'nobody'} now. An old incarnation has outdated weights and state."
             )
 
     def _shared(self, value: Any) -> Any:
@@ -339,12 +354,6 @@ class RoleGroup(Generic[RoleT]):
                 f"Recover it with `workers.recover({worker_pool.pool.name!r})`."
             )
         return worker_pool
-
-    def _at(self, rank: int) -> WorkerId:
-        workers = self.workers
-        if not 0 <= rank < len(workers):
-            raise ClusterError(f"role {self._role} has the ranks 0 to {len(workers) - 1}, not {rank}.")
-        return workers[rank]
 
     def _check_shards(self, shards: Sequence[Shard]) -> None:
         expected = self.mesh.shape.world

@@ -27,6 +27,17 @@ class Died:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """A worker still works and will be gone soon: it got SIGTERM, or its node is being drained."""
+
+    worker: WorkerId
+    cause: str
+
+    def __str__(self) -> str:
+        return f"{self.worker} leaves: {self.cause}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Respawn:
     """Replace the workers of these slots; the others of the pool continue."""
 

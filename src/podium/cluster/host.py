@@ -86,6 +86,8 @@ class RoleHost:
         self._channels: dict[str, Channel] = {}
         self._recorder = SpanRecorder()
         self._invoked_by: int | None = None  # the work thread, while it runs a method of a role
+        self.grace_s: float | None = None  # how long the worker goes on after it was asked to leave; None: not at all
+        self.is_leaving = False  # heartbeats say so
 
     def handshake(self) -> Handshake:
         """The worker's report about itself when it starts."""
@@ -148,7 +150,8 @@ class RoleHost:
         while True:
             doing, for_s = self._recorder.doing(WORK)
             thread = self._invoked_by
-            yield Beat(doing=doing, for_s=for_s, stalled_s=0.0 if thread is None else stalled_s(thread))
+            stalled = 0.0 if thread is None else stalled_s(thread)
+            yield Beat(doing=doing, for_s=for_s, stalled_s=stalled, is_leaving=self.is_leaving)
             time.sleep(every_s)
 
     @contextmanager
@@ -200,7 +203,7 @@ class RoleHost:
             case Invoke():
                 return self._invoke(call, arguments, named)
             case Settle():
-                self._worker = call.worker
+                self._worker, self.grace_s = call.worker, call.grace_s
                 self._meshes = {mesh.role: mesh for mesh in call.meshes}
                 self._devices = dict.fromkeys(self._meshes)
             case Import():

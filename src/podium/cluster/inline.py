@@ -51,6 +51,10 @@ class InlineTransport:
         room = {"CPU": 1e6, "GPU": 1e6 if self._gpus else 0.0}
         return (NodeState(id=_NODE, name=_NODE, total=room, free=room),)
 
+    async def nodes_changed(self) -> None:
+        """Never returns: there is always this one node."""
+        await asyncio.get_running_loop().create_future()
+
     async def reserve(
         self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline_s: float
     ) -> list[BundlePlace]:

@@ -81,7 +81,8 @@ class Resources:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """A set of workers. With `collectives` they fail and recover together, because their process group is the unit of
-    recovery. Without, a dead worker is replaced and the others continue."""
+    recovery. Without, a dead worker is replaced and the others continue, and slots may be vacant: see
+    `Workers.vacate`."""
 
     name: str
     slots: int
@@ -90,10 +91,27 @@ class Pool:
     one_node: bool = False  # all slots on one node
     spread: bool = False  # prefer many nodes to few
     tokenizers_only: bool = False  # of transformers its workers use nothing else, so that they need no torch
+    at_start: int | None = None  # slots that are filled at the start, the first ones; the others are vacant; None: all
+    grace_s: float | None = None  # SIGTERM is a notice: the worker goes on for so long; None: it ends at once
 
     def __post_init__(self) -> None:
         if self.slots < 1:
             raise PlacementError(f"pool {self.name} has {self.slots} slots; it needs at least 1.")
+        if self.at_start is not None and not 1 <= self.at_start <= self.slots:
+            raise PlacementError(
+                f"pool {self.name} has {self.slots} slots and fills {self.at_start} at the start: at least 1, at most "
+                f"{self.slots}."
+            )
+        if self.collectives and self.num_first < self.slots:
+            raise PlacementError(
+                f"pool {self.name} fills {self.at_start} of {self.slots} slots at the start, and its workers meet in "
+                "collectives: a process group has all its ranks. Fill all slots, or make it a pool without collectives."
+            )
+
+    @property
+    def num_first(self) -> int:
+        """Number of slots that are filled at the start."""
+        return self.slots if self.at_start is None else self.at_start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

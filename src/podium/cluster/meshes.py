@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -63,7 +63,8 @@ class RoleMesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshRegistry:
-    """All roles and all living workers of a layout. Immutable: a respawn creates a new registry."""
+    """All roles and all workers of a layout. Immutable: a respawn creates a new registry. A slot without a worker is
+    vacant: calls to all workers of a role leave out its rank."""
 
     meshes: Mapping[str, RoleMesh]
     workers: Mapping[tuple[str, int], WorkerId]  # (pool, slot) -> its current worker
@@ -76,14 +77,19 @@ class MeshRegistry:
             )
         return self.meshes[role]
 
-    def worker(self, pool: str, slot: int) -> WorkerId:
-        """The current worker of a slot."""
-        return self.workers[pool, slot]
+    def worker(self, pool: str, slot: int) -> WorkerId | None:
+        """The current worker of a slot; None: it is vacant."""
+        return self.workers.get((pool, slot))
+
+    def ranks_of(self, role: str) -> tuple[int, ...]:
+        """Ranks of a role whose slots are not vacant."""
+        mesh = self.mesh(role)
+        return tuple(rank for rank, slot in enumerate(mesh.slots) if (mesh.pool, slot) in self.workers)
 
     def workers_of(self, role: str) -> tuple[WorkerId, ...]:
-        """Workers of a role in rank order."""
+        """Workers of a role, in the order of `ranks_of`."""
         mesh = self.mesh(role)
-        return tuple(self.workers[mesh.pool, slot] for slot in mesh.slots)
+        return tuple(self.workers[mesh.pool, mesh.slots[rank]] for rank in self.ranks_of(role))
 
     def is_current(self, worker: WorkerId) -> bool:
         """Whether no other worker has taken its slot."""
@@ -93,10 +99,16 @@ class MeshRegistry:
         """A registry in which these workers have taken their slots. The previous workers become old incarnations."""
         return replace(self, workers={**self.workers, **{(worker.pool, worker.index): worker for worker in workers}})
 
+    def without(self, pool: str, slots: Collection[int]) -> MeshRegistry:
+        """A registry in which these slots are vacant."""
+        left = {key: worker for key, worker in self.workers.items() if key[0] != pool or key[1] not in slots}
+        return replace(self, workers=left)
+
     def describe(self) -> str:
         """One line per role and worker with its position."""
         lines: list[str] = []
         for role, mesh in self.meshes.items():
             lines.append(f"{role}: {mesh.shape} on {mesh.pool}")
-            lines += [f"  rank {rank}: {worker}" for rank, worker in enumerate(self.workers_of(role))]
+            present = zip(self.ranks_of(role), self.workers_of(role), strict=True)
+            lines += [f"  rank {rank}: {worker}" for rank, worker in present]
         return "\n".join(lines)

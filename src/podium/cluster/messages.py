@@ -32,6 +32,7 @@ class Settle:
 
     worker: WorkerId
     meshes: tuple[RoleMesh, ...]
+    grace_s: float | None = None  # after SIGTERM; see `Pool.grace_s`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +158,7 @@ class Beat:
     doing: str
     for_s: float
     stalled_s: float = 0.0  # 0 between calls
+    is_leaving: bool = False  # it got SIGTERM, and ends by itself after its grace period
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

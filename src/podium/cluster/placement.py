@@ -27,6 +27,7 @@ class NodeState:
     name: str
     total: Mapping[str, float]
     free: Mapping[str, float]
+    is_draining: bool = False  # it takes no new workers, and will be gone soon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,9 @@ def bundles_of(pool: Pool) -> tuple[Bundle, ...]:
 
 
 def preflight(bundles: Sequence[Bundle], nodes: Sequence[NodeState]) -> Preflight:
-    """Finds a node for every bundle, or explains per node what is needed, what is available, and what would fit."""
+    """Finds a node for every bundle, or explains per node what is needed, what is available, and what would fit. Nodes
+    that are being drained take none."""
+    nodes = [node for node in nodes if not node.is_draining]
     fit = _fit(bundles, {node.id: dict(node.free) for node in nodes})
     if isinstance(fit, tuple):
         by_id = {node.id: node for node in nodes}

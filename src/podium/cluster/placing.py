@@ -14,7 +14,8 @@ from podium.cluster.transport import Transport
 from podium.errors import PlacementError
 
 if TYPE_CHECKING:
-    from podium.cluster.worker_pool import Timeouts, WorkerPool
+    from podium.cluster.member import Timeouts
+    from podium.cluster.worker_pool import WorkerPool
 
 _LOOK_AGAIN_S = 0.25
 
@@ -34,7 +35,7 @@ async def place_pools(
     while True:
         async with placing:  # one decision at a time: each must see the reservations of the one before
             nodes = await in_thread(transport.nodes)
-            missing = [worker_pool.unplaced({node.id for node in nodes}) for worker_pool in worker_pools]
+            missing = [worker_pool.unplaced(nodes) for worker_pool in worker_pools]
             outcome = preflight([bundle for bundles in missing for bundle in bundles], nodes)
             if isinstance(outcome, Fits):
                 chosen = iter(outcome.nodes)
@@ -46,3 +47,20 @@ async def place_pools(
         if limit.over:
             raise PlacementError(f"{message(outcome)}\nWaited {limit.seconds:.0f} s for room.")
         await asyncio.sleep(_LOOK_AGAIN_S)
+
+
+async def place_vacant(
+    worker_pool: WorkerPool, transport: Transport, placing: asyncio.Lock, deadline: Deadline
+) -> tuple[int, ...]:
+    """Finds nodes for vacant slots, for as many as there is room now, and reserves them. Returns all vacant slots that
+    have a place and no worker. Does not wait for room."""
+    async with placing:
+        nodes = await in_thread(transport.nodes)
+        placed, bundles, inviting = worker_pool.vacant_bundles(nodes)
+        while bundles:
+            outcome = preflight(bundles, inviting)
+            if isinstance(outcome, Fits):
+                await worker_pool.reserve(bundles, outcome.nodes, deadline)
+                break
+            bundles.pop()
+    return tuple(sorted([*placed, *(slot for bundle in bundles for slot in bundle.slots)]))

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,15 @@ def available_resources_per_node() -> Mapping[str, Mapping[str, float]]:
 
     free: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
     return free
+
+
+def draining_nodes() -> Collection[str]:
+    """Ids of nodes that are being drained: by `ray drain-node`, by an autoscaler, or by a cloud that takes them back.
+    Ray's public functions do not say."""
+    import ray
+
+    draining: Mapping[str, int] = ray._private.state.state.get_draining_nodes()
+    return draining.keys()
 
 
 def outer_address() -> str:

@@ -27,7 +27,13 @@ from podium.cluster.objects import Stored
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.processes import ProcessInfo, kill, look
 from podium.cluster.ray_arguments import STORE_IS_FULL, RayStored, full_store, pack
-from podium.cluster.ray_compat import available_resources_per_node, death_reason, install_again, signal_handlers
+from podium.cluster.ray_compat import (
+    available_resources_per_node,
+    death_reason,
+    draining_nodes,
+    install_again,
+    signal_handlers,
+)
 from podium.cluster.transport import BundlePlace, GoneError
 from podium.cluster.worker import Worker
 from podium.errors import ClusterError, PlacementError, PodiumError, StoreError
@@ -45,6 +51,8 @@ _MOMENT_S = 0.05
 _MOST_WAITING = 8
 # For the reason why a stream ended, which is here already if there is one.
 _WHY_S = 5.0
+# Between two looks at the nodes, for those that join or are being drained.
+_LOOK_S = 2.0
 # Longest wait for a node to confirm that it lives.
 _NODE_S = 0.5
 
@@ -127,7 +135,7 @@ class RayTransport:
     def nodes(self) -> tuple[NodeState, ...]:
         """The living nodes with their free resources."""
         self._check_open()
-        free = available_resources_per_node()
+        free, draining = available_resources_per_node(), draining_nodes()
         alive = sorted((node for node in ray.nodes() if self._lives(node)), key=lambda node: str(node["NodeID"]))
         names = [str(node["NodeManagerAddress"]) for node in alive]
         return tuple(
@@ -137,9 +145,14 @@ class RayTransport:
                 name=name if names.count(name) == 1 else f"{name}~{node['NodeID'][:6]}",
                 total=dict(node["Resources"]),
                 free=dict(free.get(node["NodeID"], {})),
+                is_draining=node["NodeID"] in draining,
             )
             for node, name in zip(alive, names, strict=True)
         )
+
+    async def nodes_changed(self) -> None:
+        """Returns after a while: Ray does not tell."""
+        await asyncio.sleep(_LOOK_S)
 
     def _lives(self, node: dict[str, Any]) -> bool:
         """Checks nodes whose workers could not be reached. Ray reports a node as alive for some 15 s after its

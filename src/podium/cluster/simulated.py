@@ -17,12 +17,15 @@ from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Wherea
 from podium.cluster.objects import InlineStored, Stored
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.simulated_faults import (
+    NodeFault,
     SimulatedDeath,
     SimulatedDelay,
     SimulatedLoss,
+    SimulatedNotice,
     SimulatedSilence,
     WorkerFault,
 )
+from podium.cluster.simulated_nodes import SimulatedNodes
 from podium.cluster.transport import BundlePlace, ByReference, GoneError
 from podium.errors import ClusterError
 
@@ -32,19 +35,28 @@ _NODE = "simulated"
 
 
 class SimulatedTransport:
-    """Tasks instead of processes. One node has room for everything."""
+    """Tasks instead of processes. One node has room for everything but slots that need a GENERATOR_SLOT: these are on
+    nodes that come and go."""
 
     has_collectives = True  # simulated roles only wait for each other
     can_be_ended = True
 
-    def __init__(self, faults: Sequence[WorkerFault] = (), *, start_s: float = 0.0) -> None:
-        """`start_s`: until a process answers. Heartbeats are watched if a worker will be silent."""
+    def __init__(
+        self, faults: Sequence[WorkerFault | NodeFault] = (), *, start_s: float = 0.0, num_nodes: int = 0
+    ) -> None:
+        """`start_s`: until a process answers. `num_nodes`: nodes with a GENERATOR_SLOT at the start. Heartbeats are
+        watched if a worker will be silent."""
         self.can_be_silent = any(isinstance(fault, SimulatedSilence) for fault in faults)
         self._start_s = start_s
         self._processes: dict[tuple[str, int], SimulatedProcess] = {}  # by pool and slot, the newest
+        self._nodes = SimulatedNodes(num_nodes, self._end_on)
+        self._node_of: dict[SimulatedProcess, str] = {}
         loop = asyncio.get_running_loop()
         for fault in faults:
-            loop.call_at(fault.at_s, self._inject, fault)
+            if isinstance(fault, NodeFault):
+                loop.call_at(fault.at_s, self._nodes.inject, fault)
+            else:
+                loop.call_at(fault.at_s, self._inject, fault)
 
     def on_failure(self, call: Callable[[ClusterError], object]) -> None:
         """Does nothing: there is no cluster that could fail."""
@@ -58,24 +70,39 @@ class SimulatedTransport:
         return False
 
     def nodes(self) -> tuple[NodeState, ...]:
-        """One node with room for everything."""
+        """One node with room for everything, and those with a slot."""
         room = {"CPU": 1e9, "GPU": 0.0}
-        return (NodeState(id=_NODE, name=_NODE, total=room, free=room),)
+        return (NodeState(id=_NODE, name=_NODE, total=room, free=room), *self._nodes.states())
+
+    async def nodes_changed(self) -> None:
+        """Returns when a node has come, is being drained, has died or has a slot free."""
+        await self._nodes.changed()
 
     async def reserve(
         self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline_s: float
     ) -> list[BundlePlace]:
-        """Every bundle fits."""
+        """Every bundle fits: the caller has looked."""
+        self._nodes.take(node.id for node in nodes)
         return [BundlePlace(bundle=bundle, node=node, handle=None) for bundle, node in zip(bundles, nodes, strict=True)]
 
     def release(self, place: BundlePlace) -> None:
-        """Does nothing: no place is reserved."""
+        """Its slot is free."""
+        self._nodes.give_back(place.node.id)
 
     async def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> SimulatedProcess:
         """Starts a worker."""
-        process = SimulatedProcess(start_s=self._start_s, sends_beats=self.can_be_silent)
+        process = SimulatedProcess(start_s=self._start_s, sends_beats=self.can_be_silent, node=place.node.name)
         self._processes[pool.name, slot] = process
+        self._node_of[process] = place.node.id
+        if not self._nodes.lives(place.node.id) and place.node.id != _NODE:
+            process.kill()
         return process
+
+    def _end_on(self, node: str) -> None:
+        """A node dies with its workers."""
+        for process in [each for each, its_node in self._node_of.items() if its_node == node]:
+            process.kill()
+            del self._node_of[process]
 
     async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
         """None: answers are awaited one by one."""
@@ -102,6 +129,8 @@ class SimulatedTransport:
                 process.delay(fault.seconds, fault.late_s)
             case SimulatedLoss():
                 process.lose_reply()
+            case SimulatedNotice():
+                process.ask_to_leave(fault.grace_s)
             case other:
                 assert_never(other)
 
@@ -109,15 +138,16 @@ class SimulatedTransport:
 class SimulatedProcess:
     """A worker of a simulation."""
 
-    def __init__(self, *, start_s: float = 0.0, sends_beats: bool = False) -> None:
+    def __init__(self, *, start_s: float = 0.0, sends_beats: bool = False, node: str = _NODE) -> None:
         """`sends_beats`: regularly, instead of a single heartbeat."""
         self._host = RoleHost(
-            node=_NODE, host="127.0.0.1", device="cpu", kind="cpu", own_process=False, forms_groups=False
+            node=node, host="127.0.0.1", device="cpu", kind="cpu", own_process=False, forms_groups=False
         )
         self._start_s, self._sends_beats = start_s, sends_beats
         self._working = asyncio.Lock()  # fair: calls are done in the order in which they were made
         self._loop = asyncio.get_running_loop()
         self._gone = self._loop.create_future()
+        self._is_leaving = self._loop.create_future()
         self._awake = asyncio.Event()  # not set: it is stopped
         self._awake.set()
         self._num_stops = 0
@@ -210,8 +240,11 @@ class SimulatedProcess:
     async def beats(self, every_s: float) -> AsyncIterator[Beat]:
         """Heartbeats while it is not stopped. If nobody can be silent, one is enough: the end is noticed anyway."""
         while not self._gone.done():
-            yield Beat(doing="", for_s=0.0)
-            await asyncio.wait({self._gone}, timeout=every_s if self._sends_beats else None)
+            is_leaving = self._is_leaving.done()
+            yield Beat(doing="", for_s=0.0, is_leaving=is_leaving)
+            news = {self._gone} if is_leaving else {self._gone, self._is_leaving}
+            timeout_s = every_s if self._sends_beats else None
+            await asyncio.wait(news, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             await self._awake.wait()
         raise GoneError("it was ended")
 
@@ -229,6 +262,12 @@ class SimulatedProcess:
         for task in self._tasks:
             task.cancel()
         self._awake.set()  # its heartbeats end
+
+    def ask_to_leave(self, grace_s: float) -> None:
+        """Its next heartbeat says so. It ends by itself after this time."""
+        if not self._gone.done() and not self._is_leaving.done():
+            self._is_leaving.set_result(None)
+            self._loop.call_later(grace_s, self.kill)
 
     def stop(self, seconds: float) -> None:
         """Stops it for so long: calls that run stay unanswered, and later ones do not begin."""

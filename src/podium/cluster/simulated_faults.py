@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of a simulated cluster: each happens to the worker of one slot at one time of the virtual clock."""
+"""Faults of a simulated cluster: each happens to the worker of one slot, or to one node, at one time of the virtual
+clock."""
 
 from __future__ import annotations
 
@@ -47,5 +48,49 @@ class SimulatedLoss:
     slot: int
 
 
-WorkerFault = SimulatedDeath | SimulatedSilence | SimulatedDelay | SimulatedLoss
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedNotice:
+    """A worker gets SIGTERM: it goes on for `grace_s`, and dies then if the controller has not ended it before."""
+
+    at_s: float
+    pool: str
+    slot: int
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedNodeLoss:
+    """A node with room for one generator dies with what it runs. One with its number joins after `seconds`."""
+
+    at_s: float
+    node: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedDrain:
+    """A node with room for one generator is drained: it takes no more workers, dies after `grace_s`, and one with its
+    number joins `seconds` later."""
+
+    at_s: float
+    node: int
+    grace_s: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedJoin:
+    """A node with room for one generator joins, beyond those of the start."""
+
+    at_s: float
+
+
+WorkerFault = SimulatedDeath | SimulatedSilence | SimulatedDelay | SimulatedLoss | SimulatedNotice
 """What can happen to a worker."""
+
+NodeFault = SimulatedNodeLoss | SimulatedDrain | SimulatedJoin
+"""What can happen to a node of the simulated cluster."""
+
+GENERATOR_SLOT = "generator_slot"
+"""The resource of which such a node has one. Slots that need it are on these nodes, and all others on one that lives
+forever."""

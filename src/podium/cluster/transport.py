@@ -105,6 +105,10 @@ class Transport(Protocol):
         """The living nodes with their free resources."""
         ...
 
+    async def nodes_changed(self) -> None:
+        """Returns when it is worth looking at `nodes` again: some may have come, gone, or have other resources free."""
+        ...
+
     async def reserve(
         self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline_s: float
     ) -> list[BundlePlace]:

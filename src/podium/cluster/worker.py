@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import ray
@@ -26,6 +28,7 @@ class Worker:
         forget_token()
         extend_import_path(import_path)
         allow_dumps()
+        self._end = signal.signal(signal.SIGTERM, self._ask_to_leave)
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
         self._host = RoleHost(
@@ -35,6 +38,17 @@ class Worker:
             kind="cuda" if gpus else "cpu",
             own_process=True,
         )
+
+    def _ask_to_leave(self, number: int, frame: FrameType | None) -> None:
+        """SIGTERM is a notice if the pool has a grace period: heartbeats say so, and the controller moves the work
+        elsewhere. At the end of the period, or at the second signal, the process ends as without one."""
+        if self._host.grace_s is None or self._host.is_leaving:
+            if callable(self._end):
+                self._end(number, frame)
+            raise SystemExit(1)
+        self._host.is_leaving = True
+        signal.signal(signal.SIGALRM, self._ask_to_leave)
+        signal.setitimer(signal.ITIMER_REAL, self._host.grace_s)
 
     def __repr__(self) -> str:
         """Ray prints this before every line of the worker's output."""

@@ -9,24 +9,23 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from podium.cluster.blocking import in_thread
 from podium.cluster.deadlines import Deadline
 from podium.cluster.fanout import Pending, gather_answers
 from podium.cluster.hangs import Hang, stuck_workers
-from podium.cluster.health import Died, WhereReport, WorkerHealth, worker_health
+from podium.cluster.health import Died, Leaving, WhereReport, WorkerHealth, worker_health
 from podium.cluster.host import parameters_of
 from podium.cluster.identity import WorkerId
 from podium.cluster.layout import Layout, Pool, public_methods
-from podium.cluster.messages import Beat, Build, Call, Handshake, Import, Join, OpenMeeting, Reply, Settle, Whereabouts
-from podium.cluster.placement import Bundle, NodeState, bundles_of
-from podium.cluster.placing import place_pools
+from podium.cluster.member import Member, Timeouts, ask_where
+from podium.cluster.messages import Beat, Build, Call, Handshake, Import, Join, OpenMeeting, Reply, Settle
+from podium.cluster.placement import Bundle, NodeState
+from podium.cluster.places import Places
+from podium.cluster.placing import place_pools, place_vacant
 from podium.cluster.silence import Silence
-from podium.cluster.transport import BundlePlace, GoneError, Process, Transport
+from podium.cluster.transport import GoneError, Process, Transport
 from podium.errors import DeadlineError, PodiumError, StartTimeoutError, WorkerDiedError
-from podium.runs.stack_dumps import dumped_stacks
 
 log = logging.getLogger("podium.cluster")
 
@@ -35,39 +34,9 @@ Value = TypeVar("Value")
 # Pools whose owners are restoring state in this context: only they may call workers without state.
 RESTORING: ContextVar[frozenset[str]] = ContextVar("RESTORING", default=frozenset())
 
-# How long the other workers may take to answer `where` when one is late.
-_WHERE_S = 2.0
 _LOOK_AGAIN_S = 0.25
 # How long it may take until the death of a node is known.
 _DEATH_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """Timeouts of each kind of wait."""
-
-    place_s: float = 60.0  # until others release their resources
-    start_s: float = 120.0  # processes, and the constructors of their roles
-    rendezvous_s: float = 60.0
-    collective_s: float = 600.0  # a single collective, later
-    beat_s: float = 0.5
-    silent_s: float = 10.0  # without a heartbeat, before a warning
-    heartbeat_timeout_s: float = 60.0  # without any sign of life, before it counts as dead
-    hang_s: float | None = None  # without progress in a call, before it counts as dead; None: calls need not advance
-
-
-@dataclass
-class Member:
-    """One slot of the pool. `worker` is the current one."""
-
-    slot: int
-    worker: WorkerId
-    process: Process
-    beat: Beat | None = None
-    heard_s: float = field(default_factory=time.monotonic)
-    died: Died | None = None
-    death: asyncio.Future[Died] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    watcher: asyncio.Task[None] | None = None
 
 
 class WorkerPool:
@@ -82,21 +51,35 @@ class WorkerPool:
         placing: asyncio.Lock,
         tell: Callable[[str], object] = lambda what: None,
         on_hang: Callable[[Hang], Awaitable[None]] | None = None,
+        on_leaving: Callable[[Leaving], object] = lambda leaving: None,
     ) -> None:
-        """`on_hang` is awaited before workers that hang are ended."""
-        self.pool, self.broken, self._tell, self._on_hang = pool, "", tell, on_hang
+        """`on_hang` is awaited before workers that hang are ended; `on_leaving` is told of workers that will be gone
+        soon."""
+        self.pool, self.broken, self._tell, self._on_hang, self._on_leaving = pool, "", tell, on_hang, on_leaving
         self._layout, self._transport, self._timeouts = layout, transport, timeouts
         self._placing, self.recovering = placing, asyncio.Lock()
-        self._places: list[BundlePlace] = []
+        self._places = Places(pool, transport)
         self._members: dict[int, Member] = {}
         self._incarnations: dict[int, int] = {}
         self._ends_hung = False  # whether that is under way
         self.unfinished: set[int] = set()  # slots whose new worker has no links or no state yet
+        self.vacant = set(range(pool.num_first, pool.slots))  # slots without a worker that can be called
 
     @property
     def members(self) -> list[Member]:
-        """Members by slot."""
+        """Members by slot, also those that were started in vacant slots."""
         return [self._members[slot] for slot in sorted(self._members)]
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        """Slots that are not vacant."""
+        return tuple(slot for slot in range(self.pool.slots) if slot not in self.vacant)
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """Vacant slots in which `fill` has started a worker that lives, and does not leave already."""
+        started = [each for each in self.members if each.slot in self.vacant]
+        return tuple(each.slot for each in started if each.died is None and each.leaving is None)
 
     @property
     def meets(self) -> bool:
@@ -107,7 +90,7 @@ class WorkerPool:
     def dead(self) -> tuple[int, ...]:
         """Slots whose worker is gone, or that a failed recovery has left empty."""
         members = self._members
-        return tuple(slot for slot in range(self.pool.slots) if slot not in members or members[slot].died is not None)
+        return tuple(slot for slot in self.present if slot not in members or members[slot].died is not None)
 
     def member(self, worker: WorkerId) -> Member:
         """The member, if it is still this worker, is alive, and has its links and state."""
@@ -132,7 +115,7 @@ class WorkerPool:
         """Places, starts, joins and builds the whole pool. A failure leaves nothing running."""
         try:
             await self._place(deadline)
-            await self._start(range(self.pool.slots), deadline)
+            await self._start(self.present, deadline)
         except BaseException:
             self.end()
             raise
@@ -152,13 +135,48 @@ class WorkerPool:
             raise
         self.broken = ""
 
+    def vacate(self, slots: Sequence[int], *, frees_places: bool) -> None:
+        """Ends the workers of these slots, which are vacant from now on. Without `frees_places` their places are kept
+        for their successors."""
+        self.vacant |= set(slots)
+        self.unfinished -= set(slots)
+        for slot in slots:
+            self._end_member(slot)
+        if frees_places:
+            self._places.leave(slots)
+
+    async def fill(self, deadline: Deadline) -> tuple[int, ...]:
+        """Starts workers in vacant slots, in as many as there is room for now. Nobody calls them before the slots are
+        taken from `vacant`. Returns the slots; a failure leaves none of them running."""
+        for slot in self.vacant.intersection(self._members) - set(self.ready):
+            self._end_member(slot)
+        slots = await place_vacant(self, self._transport, self._placing, deadline)
+        try:
+            if slots:
+                await self._start(slots, deadline)
+        except BaseException:
+            for slot in slots:
+                self._end_member(slot)
+            raise
+        return slots
+
+    @property
+    def avoids_for_s(self) -> float | None:
+        """Seconds until a node may be used again whose workers have left; None: there is none."""
+        return self._places.avoids_for_s
+
+    def note_nodes(self, nodes: Sequence[NodeState]) -> None:
+        """Reports workers whose node is being drained."""
+        draining = {node.id for node in nodes if node.is_draining}
+        for slot, place in self._places.by_slot.items():
+            if place.node.id in draining and slot in self._members:
+                self._note_leaving(self._members[slot], "its node is being drained")
+
     def end(self) -> None:
         """Ends all processes and releases their places."""
         for slot in list(self._members):
             self._end_member(slot)
-        for place in self._places:
-            self._transport.release(place)
-        self._places = []
+        self._places.release()
 
     def breaks(self, reason: str) -> None:
         """Marks the workers as out of step with each other: no call can be answered until the pool is recovered."""
@@ -171,24 +189,7 @@ class WorkerPool:
 
     async def where(self, workers: Sequence[WorkerId] | None = None) -> WhereReport:
         """Asks the members (or some of them) where they are. Members that do not answer within two seconds are None."""
-        members = [each for each in self.members if workers is None or each.worker in workers]
-
-        async def one(member: Member) -> Whereabouts | None:
-            try:
-                return await asyncio.wait_for(_awaited(member.process.where()), _WHERE_S)
-            except TimeoutError:
-                return await self._dumped(member)
-            except GoneError:
-                return None
-
-        answers = await asyncio.gather(*(one(member) for member in members))
-        return WhereReport(answers={member.worker: answer for member, answer in zip(members, answers, strict=True)})
-
-    async def _dumped(self, member: Member) -> Whereabouts | None:
-        """Where a worker is that does not answer, if its process is on this machine and not stopped."""
-        process = member.process.look()
-        stacks = None if process is None else await in_thread(dumped_stacks, process.pid)
-        return None if stacks is None else Whereabouts(threads=(), dump=stacks)
+        return await ask_where([each for each in self.members if workers is None or each.worker in workers])
 
     async def await_deaths(self, workers: Sequence[WorkerId]) -> None:
         """Gives a death time to be noticed: a worker that does not answer may be dead, and a node's death shows later
@@ -232,17 +233,23 @@ class WorkerPool:
         ]
         return await gather_answers(pending, what, deadline, self)
 
-    def unplaced(self, alive: set[str]) -> list[Bundle]:
-        """Bundles without a node, including those whose node is gone."""
-        for place in [place for place in self._places if place.node.id not in alive]:
-            self._transport.release(place)
-            self._places.remove(place)
-        held = {place.bundle.slots for place in self._places}
-        return [bundle for bundle in bundles_of(self.pool) if bundle.slots not in held]
+    def unplaced(self, nodes: Sequence[NodeState]) -> list[Bundle]:
+        """Bundles without a node, including those whose node is gone. Those of vacant slots are not wanted."""
+        missing = self._places.missing(nodes, self._members)
+        return [bundle for bundle in missing if not self.vacant.intersection(bundle.slots)]
+
+    def vacant_bundles(self, nodes: Sequence[NodeState]) -> tuple[list[int], list[Bundle], list[NodeState]]:
+        """Vacant slots without a worker that have a place already, the bundles of those that have none, and nodes where
+        they may be placed."""
+        bundles = self._places.missing(nodes, self._members)
+        placeless = {slot for bundle in bundles for slot in bundle.slots}
+        empty = self.vacant - set(self._members)
+        wanted = [bundle for bundle in bundles if empty.issuperset(bundle.slots)]
+        return sorted(empty - placeless), wanted, self._places.inviting(nodes)
 
     async def reserve(self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline: Deadline) -> None:
         """Reserves places for the bundles on these nodes."""
-        self._places += await self._transport.reserve(bundles, nodes, deadline.left_s)
+        await self._places.reserve(bundles, nodes, deadline)
 
     async def _place(self, deadline: Deadline) -> None:
         # A first start does not wait for missing nodes. A recovery does: one may be on its way.
@@ -253,7 +260,7 @@ class WorkerPool:
     async def _start(self, slots: Sequence[int], deadline: Deadline) -> None:
         limit = deadline.at_most(self._timeouts.start_s)
         self._tell(f"{self.pool.name}: starting {len(slots)} {'process' if len(slots) == 1 else 'processes'}")
-        places = {slot: place for place in self._places for slot in place.bundle.slots}
+        places = self._places.by_slot
         processes: dict[int, Process] = {}
         began_s = time.monotonic()  # Ray starts processes from the first `spawn` on, and one may die before the last
         try:
@@ -321,7 +328,10 @@ class WorkerPool:
         meshes = self._layout.meshes_of(self.pool.name)
         workers = {slot: self._members[slot].worker for slot in slots}
         await self.send_all(
-            slots, lambda slot: (Settle(worker=workers[slot], meshes=meshes),), "taking their places", deadline
+            slots,
+            lambda slot: (Settle(worker=workers[slot], meshes=meshes, grace_s=self.pool.grace_s),),
+            "taking their places",
+            deadline,
         )
 
     async def _import(self, slots: Sequence[int], deadline: Deadline) -> None:
@@ -391,6 +401,8 @@ class WorkerPool:
                         await self._end_with(Hang(workers=(member.worker,), cause=silence.cause, where=where))
                         return
                 member.beat, member.heard_s = await coming, time.monotonic()
+                if member.beat.is_leaving:
+                    self._note_leaving(member, "it got SIGTERM")
                 if self._is_stalled(member) and not (member.died or self.broken or self._ends_hung):
                     await self._end_hung(member)
         except PodiumError as error:
@@ -398,6 +410,12 @@ class WorkerPool:
         finally:
             if coming is not None:
                 coming.cancel()
+
+    def _note_leaving(self, member: Member, cause: str) -> None:
+        """Reports once that a worker will be gone soon."""
+        if member.leaving is None and member.died is None:
+            member.leaving = Leaving(worker=member.worker, cause=cause)
+            self._on_leaving(member.leaving)
 
     def _is_stalled(self, member: Member, *, share: float = 1.0) -> bool:
         """Whether its call has not advanced for this share of the timeout."""

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from podium.cluster import WorkerId
 from podium.controller.layout import LINK
 from podium.controller.parts import OnPolicyParts
 from podium.controller.phases import GENERATOR, Phase, residency
@@ -26,7 +27,7 @@ class Devices:
         self._parts = parts
         self._colocated = parts.recipe.placement.layout == "colocated"
         self._held: dict[str, Residency] = dict.fromkeys(parts.names.on_devices, "resident")
-        self._published: int | None = None
+        self._published: tuple[int, tuple[WorkerId, ...]] | None = None  # version, and who has it
         self._is_evaluating = False
 
     @contextmanager
@@ -73,25 +74,26 @@ class Devices:
 
     async def publish(self, version: int) -> None:
         """Gives generators this version unless they have it already, by sharing tensors or by a broadcast."""
-        if self._published == version:
-            return
         roles = self._parts.roles
+        if self._published == (version, roles.generator.workers):
+            return
         if self._colocated:
             await self.enter("rollout", awake=(GENERATOR,))
             with self._parts.watch.span("publish"):
                 await roles.generator.share(version)  # wakes the engine
         else:
             with self._parts.watch.span("publish"):
-                if self._published is None and self._parts.recipe.model.lora is not None:
+                are_new = self._published is None or self._published[1] != roles.generator.workers
+                if are_new and self._parts.recipe.model.lora is not None:
                     await roles.generator.check_base(await roles.policy.describe_base())
                 await self._parts.workers.renew_links()  # a generator may be another one
                 described = await roles.policy.describe(version)
                 await send_weights(roles.policy, roles.generator, ByBroadcast(version=described, link=LINK))
-        self._published = version
+        self.note_published(version)
 
     def note_published(self, version: int) -> None:
-        """All generators have got this version while they generated."""
-        self._published = version
+        """All generators that are there have this version."""
+        self._published = version, self._parts.roles.generator.workers
 
     def _handle(self, role: str) -> Any:
         roles, names = self._parts.roles, self._parts.names

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from podium.cluster import Cluster, Workers, open_inline, open_ray
 from podium.cluster.blocking import in_thread, run_to_end
-from podium.cluster.worker_pool import Timeouts
+from podium.cluster.member import Timeouts
 from podium.controller.layout import HANG_SLACK_S, LINK, RUNNER, RoleNames, layout_of, num_learners, role_names
 from podium.controller.phases import GENERATOR
 from podium.controller.recovery import RecoveryPlan

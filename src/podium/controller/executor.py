@@ -5,22 +5,24 @@ as they have room, and graded as they end."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_never
 
-from podium.cluster import ObjectScope
+from podium.cluster import ObjectScope, WorkerId
 from podium.controller.devices import Devices
 from podium.controller.episodes import training_sampling
 from podium.controller.grading_queue import GradedPart, GradingQueue
-from podium.controller.group_flow import GroupFlow, SampledStep
+from podium.controller.group_flow import GroupFlow
 from podium.controller.ledger import GroupRecord
+from podium.controller.membership import GeneratorLeaves, GeneratorsReady, Membership
+from podium.controller.open_groups import SampledStep
 from podium.controller.parts import OnPolicyParts
-from podium.controller.replacing import is_replaceable, replace_generator
 from podium.controller.scheduling import StepRequested, WeightsInstalled
 from podium.controller.state import RunState
+from podium.errors import WorkerDiedError
 from podium.recipe import OnPolicyRecipe
-from podium.roles.episode_stream import Block, EpisodeStream, Lost
+from podium.roles.episode_stream import Block, EpisodeStream, Left, Lost
 
 
 class Executor(Protocol):
@@ -53,10 +55,10 @@ class Executor(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Replaced:
-    """A generator that died has a successor, with a stream."""
+class _Joined:
+    """New generators have weights. `lanes`: by rank, sequences that each generates at the same time."""
 
-    rank: int
+    lanes: Mapping[int, int]
 
 
 class StepExecutor:
@@ -65,9 +67,13 @@ class StepExecutor:
     def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, state: RunState) -> None:
         self._parts, self._devices, self._state = parts, devices, state
         self._flow = GroupFlow(parts, state)
-        self._is_open = False
-        self._arrivals: asyncio.Queue[Block | Lost | GradedPart | _Replaced | Exception] = asyncio.Queue()
-        self._replacing: dict[int, asyncio.Task[None]] = {}  # by rank: generators that died
+        self._arrivals: asyncio.Queue[
+            Block | Lost | Left | GradedPart | GeneratorsReady | GeneratorLeaves | _Joined | Exception
+        ] = asyncio.Queue()
+        self._opened_with: tuple[WorkerId, ...] | None = None  # generators that the scheduler knows
+        self._members = Membership(parts, state, self._arrivals.put_nowait)
+        self._joining: asyncio.Task[None] | None = None  # gives new generators weights
+        self._retiring: dict[int, asyncio.Task[None]] = {}  # by rank: generators that give back what they run
 
     async def sample(self, step: int, objects: ObjectScope) -> SampledStep:
         """Generates and grades the episodes of the next step."""
@@ -76,7 +82,7 @@ class StepExecutor:
         await self._begin()
         try:
             while not self._flow.is_step_ready:
-                if not self._flow.has_admissions:
+                if not self._flow.has_admissions and not self._members.is_missing:
                     raise self._flow.standstill()
                 metrics.append(await self._generate(grading))
                 await self._finish_grading(grading)
@@ -96,19 +102,22 @@ class StepExecutor:
         """They are before the position of the next prompts."""
 
     async def pause(self) -> None:
-        """Nothing runs between two steps."""
+        """Nothing runs between two steps. Waits for a generator if there is none."""
+        await self._members.settle()
 
     async def close(self) -> None:
-        """Nothing runs between two steps."""
+        """Nothing runs between two steps but generators that start."""
+        await self._members.close()
 
     async def _begin(self) -> None:
         """Gives the workers the newest weights, and asks the scheduler for a step."""
         roles, version = self._parts.roles, self._state.version
+        await self._members.settle()
         await self._devices.publish(version)
-        if not self._is_open:
+        if self._opened_with != roles.generator.workers:
             facts, lanes = await roles.grader.facts(), await roles.episode_workers.lanes()
             self._flow.open(lanes, grades_single=facts.takes_single_episodes)
-            self._is_open = True
+            self._opened_with = roles.generator.workers
         for publish in self._flow.take_publishes():
             self._flow.tell(WeightsInstalled(worker=publish.worker, version=publish.version))
         self._flow.tell(StepRequested())
@@ -124,22 +133,14 @@ class StepExecutor:
             listening = asyncio.create_task(self._listen(stream))
             try:
                 await self._admit(stream)
-                while flow.num_running or self._replacing or self._may_admit_more(grading):
+                while flow.num_running or self._is_changing(grading) or self._may_admit_more(grading):
                     match await self._arrivals.get():
-                        case Lost() as lost if is_replaceable(self._parts):
-                            flow.note_lost(str(lost.rank))
-                            self._replace(stream, lost)
-                        case Lost() as lost:
-                            await workers.replace(stream, lost)
-                            flow.note_lost(str(lost.rank))
-                            flow.note_replaced(str(lost.rank))
-                        case _Replaced() as replaced:
-                            del self._replacing[replaced.rank]
-                            flow.note_replaced(str(replaced.rank))
                         case GradedPart() as part:
                             flow.note_graded(part)
                         case Exception() as error:
                             raise error
+                        case Lost() | Left() | GeneratorsReady() | GeneratorLeaves() | _Joined() as news:
+                            await self._note_member(stream, news)
                         case block:
                             for ended in flow.note_arrived(block, str(block.rank)):
                                 grading.submit(ended)
@@ -147,22 +148,75 @@ class StepExecutor:
                 await stream.finish()
                 await listening
             finally:
-                for task in (listening, *self._replacing.values()):
+                joining = () if self._joining is None else (self._joining,)
+                for task in (listening, *joining, *self._retiring.values()):
                     task.cancel()
+                self._joining = None
+                self._retiring.clear()
         return stream.metrics
 
-    def _replace(self, stream: EpisodeStream, lost: Lost) -> None:
-        """Starts another generator while the others go on. The learner waits, so its weights are the newest."""
+    # --- generators that come and go ---
 
-        async def replace() -> None:
-            policy, state = self._parts.roles.policy, self._state
-            try:
-                await replace_generator(self._parts, stream, lost, lambda: policy.store(state.version), step=state.step)
-                self._arrivals.put_nowait(_Replaced(rank=lost.rank))
-            except Exception as error:
-                self._arrivals.put_nowait(error)
+    async def _note_member(
+        self, stream: EpisodeStream, news: Lost | Left | GeneratorsReady | GeneratorLeaves | _Joined
+    ) -> None:
+        """Notes that a worker was lost or leaves, or that new ones are there. The others go on meanwhile."""
+        flow, members = self._flow, self._members
+        match news:
+            case Lost() if members.moves_episodes:
+                self._opened_with = None
+                self._retiring.pop(news.rank, None)
+                flow.note_lost(str(news.rank))
+                await members.lose(news.rank, news.error)
+                stream.forget(news.rank)
+            case Lost():
+                await self._parts.roles.episode_workers.replace(stream, news)
+                flow.note_lost(str(news.rank))
+                flow.note_replaced(str(news.rank))
+            case Left():
+                self._retiring.pop(news.rank, None)
+                flow.note_left(str(news.rank))
+                await members.leave(news.rank)
+            case GeneratorLeaves():
+                if members.moves_episodes and news.rank in members.leaving:
+                    flow.note_leaving(str(news.rank))
+            case GeneratorsReady():
+                if members.moves_episodes and self._joining is None:
+                    self._joining = asyncio.create_task(self._equip())
+            case _Joined(lanes=lanes):
+                self._joining = self._opened_with = None
+                stream.begin(tuple(lanes))
+                for rank, count in lanes.items():
+                    flow.note_joined(str(rank), count)
+                if members.has_ready:
+                    self._arrivals.put_nowait(GeneratorsReady())
+            case other:
+                assert_never(other)
 
-        self._replacing[lost.rank] = asyncio.create_task(replace())
+    async def _equip(self) -> None:
+        """Gives new generators weights. The learner waits, so its weights are the newest."""
+        lanes: dict[int, int] = {}
+        try:
+            ranks = await self._members.admit()
+            transfer = await self._parts.roles.policy.store(self._state.version) if ranks else None
+            for rank in ranks:
+                assert transfer is not None
+                try:
+                    lanes[rank] = await self._members.equip(rank, transfer)
+                except WorkerDiedError as error:
+                    await self._members.lose(rank, error)
+            self._arrivals.put_nowait(_Joined(lanes=lanes))
+        except Exception as error:
+            self._arrivals.put_nowait(error)
+
+    def _is_changing(self, grading: GradingQueue) -> bool:
+        """Whether a generator is about to join or leave, or only one that joins can bring the step further."""
+        if self._joining is not None or self._retiring:
+            return True
+        if not self._members.is_missing or self._flow.is_step_ready:
+            return False
+        is_graded = grading.is_idle and self._arrivals.empty() and not self._flow.has_unscored
+        return self._flow.lacks_episodes or is_graded
 
     async def _finish_grading(self, grading: GradingQueue) -> None:
         """Waits for the rewards of all episodes that have ended. Reward models score them on the devices."""
@@ -178,7 +232,7 @@ class StepExecutor:
                     case Exception() as error:
                         raise error
                     case _:
-                        pass  # a last block, which has metrics only
+                        pass  # a last block, which has metrics only; or a generator, which the next step looks at
 
     async def _listen(self, stream: EpisodeStream) -> None:
         """Passes on what the stream yields, until it ends or fails."""
@@ -189,19 +243,27 @@ class StepExecutor:
             self._arrivals.put_nowait(error)
 
     async def _admit(self, stream: EpisodeStream) -> None:
-        """Sends admitted episodes to their workers. When the step has all its groups, the stream is finished: its last
-        block then brings the metrics."""
+        """Sends admitted episodes to their workers, and retires those that leave. When the step has all its groups, the
+        stream is finished: its last block then brings the metrics."""
         admissions = self._flow.take_admissions()
         for each in admissions:
-            stream.admit(int(each.worker), each.prompts, each.samples, each.attempt)
+            stream.admit(int(each.worker), each.prompts, each.samples, each.attempt, each.begun)
+        for rank in self._flow.take_retirements():
+            self._retiring[rank] = asyncio.create_task(self._retire(stream, rank))
         if admissions and self._has_all_groups():
             await stream.finish()
+
+    async def _retire(self, stream: EpisodeStream, rank: int) -> None:
+        try:
+            await stream.retire(rank)
+        except Exception as error:
+            self._arrivals.put_nowait(error)
 
     def _has_all_groups(self) -> bool:
         """Whether every group of the step was admitted, and none can be replaced. Episodes of a worker that dies are
         admitted again, to it or to others."""
         settings, roles = self._flow.settings, self._parts.roles
-        may_repeat = settings.replaces_uniform or roles.runner is not None or is_replaceable(self._parts)
+        may_repeat = settings.replaces_uniform or roles.runner is not None or self._members.moves_episodes
         return not may_repeat and self._flow.num_groups == settings.groups_per_step
 
     def _may_admit_more(self, grading: GradingQueue) -> bool:

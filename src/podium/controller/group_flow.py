@@ -7,17 +7,17 @@ groups of a step. How episodes are run is up to the executors."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from podium.cluster import ObjectScope, RowRefs
-from podium.cluster.objects import Stored
 from podium.controller.grading import ModelScores, failed_as_zero, model_scores, sum_rewards, without_failed
 from podium.controller.grading_queue import GradedPart
 from podium.controller.ledger import GroupRecord
+from podium.controller.open_groups import Admission, OpenGroup, SampledStep, TakeBack, schedule_settings
 from podium.controller.parts import OnPolicyParts
 from podium.controller.schedule_audit import GroupHistory, ScheduleAudit
 from podium.controller.scheduler import GroupScheduler
@@ -34,108 +34,26 @@ from podium.controller.scheduling import (
     Lend,
     Publish,
     Recall,
+    Retire,
     ReturnedEpisode,
-    ScheduleSettings,
     StartStep,
     StepCommitted,
     WorkerJoined,
+    WorkerLeaving,
     WorkerLeft,
     WorkerLost,
 )
 from podium.controller.state import RunState
-from podium.data.tasks import IndexedTask
-from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
+from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.errors import InvariantError
 from podium.recipe import OnPolicyRecipe
-from podium.roles.carriers import CANCELLED, Floats
+from podium.roles.carriers import CANCELLED
 from podium.roles.episode_stream import Block
 from podium.roles.grading_handle import Rewarded
-from podium.roles.stages import GradedRollouts, Rollouts
+from podium.roles.stages import Rollouts
 
 # A worker is given a quarter more episodes than it runs at the same time: a free lane must not wait for a message.
 _AHEAD = 4
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Group:
-    """The episodes of a prompt that have ended, and their rewards so far."""
-
-    prompt: IndexedTask
-    before: Mapping[str, Any]  # state of the data before its prompt was taken
-    episodes: list[Rollouts] = field(default_factory=list)  # one part for each block that had some
-    graded: list[GradedPart] = field(default_factory=list)
-    begun: dict[int, RowRefs[TrajectoryBlock]] = field(default_factory=dict)  # by sample: tokens of a returned episode
-    scores: dict[int, Floats] | None = None  # of reward models
-
-    @property
-    def rollouts(self) -> Rollouts:
-        """All episodes that have ended, ids ascending."""
-        return Rollouts.join(self.episodes)
-
-    @property
-    def pieces(self) -> Iterator[Stored[TrajectoryBlock]]:
-        """All stored objects that have rows of it."""
-        for part in self.episodes:
-            yield from part.rows.pieces
-        for rows in self.begun.values():
-            yield from rows.pieces
-
-    @property
-    def num_ended(self) -> int:
-        """Episodes that have ended."""
-        return sum(len(part) for part in self.episodes)
-
-    @property
-    def num_graded(self) -> int:
-        """Episodes with results of all reward functions."""
-        return sum(len(part.rollouts) for part in self.graded)
-
-    def rewarded(self) -> Rewarded:
-        """The results of reward functions in the order of `rollouts`."""
-        order = TrajectoryIds.concatenate([part.rollouts.rows.ids for part in self.graded]).order
-        return Rewarded.join([part.rewarded for part in self.graded]).take(order)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SampledStep:
-    """The episodes of a step: all that were sampled for it, and those to train on."""
-
-    sampled: GradedRollouts
-    episodes: GradedRollouts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    """Episodes to start on a worker, or to continue."""
-
-    worker: str
-    prompts: tuple[IndexedTask, ...]
-    samples: tuple[int, ...]
-    attempt: int
-    begun: RowRefs[TrajectoryBlock] | None  # tokens of those that continue
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TakeBack:
-    """Episodes that a worker is to give back."""
-
-    worker: str
-    ids: tuple[TrajectoryId, ...]
-
-
-def schedule_settings(recipe: OnPolicyRecipe) -> ScheduleSettings:
-    """What the recipe fixes for the scheduler."""
-    rollout, algorithm = recipe.rollout, recipe.full_algorithm
-    return ScheduleSettings(
-        steps=recipe.steps,
-        groups_per_step=rollout.prompts_per_step,
-        samples=rollout.samples_per_prompt,
-        staleness=rollout.staleness,
-        on_new_weights=rollout.on_new_weights,
-        replaces_uniform=algorithm.dynamic_sampling,
-        max_replaced=algorithm.num_refills * rollout.prompts_per_step,
-        lends=recipe.placement.layout == "elastic",
-    )
 
 
 class GroupFlow:
@@ -146,7 +64,7 @@ class GroupFlow:
         self.settings = settings = schedule_settings(parts.recipe)
         self._scheduler = GroupScheduler(settings, step=state.step, version=state.version)
         self._audit = ScheduleAudit(settings, step=state.step, version=state.version)
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, OpenGroup] = {}
         self._numbers: dict[int, int] = {}  # prompt index -> group, until its step begins
         self._prompt_indices: dict[int, int] = {}  # group -> prompt index, until its step is committed
         self._finished: list[GroupHistory] = []  # groups that are void, and that no step has collected yet
@@ -154,11 +72,14 @@ class GroupFlow:
         self._admits: list[Admit] = []  # decided and not sent yet
         self._publishes: list[Publish] = []  # decided and not carried out yet
         self._give_backs: list[GiveBack] = []
+        self._retirements: list[Retire] = []
         self._lending: Lend | Recall | None = None
         self._start: StartStep | None = None
         self._running: Counter[str] = Counter()  # worker -> episodes that it was given and that have not ended
         self._lanes: dict[str, int] = {}  # worker -> episodes that it is given
-        self._own: tuple[str, ...] = ()
+        self._own: dict[str, None] = {}
+        rollout = parts.recipe.rollout
+        self._continues = rollout.engine == "native" and rollout.on_new_weights != "finish"
         self.num_ended = self.num_moved = 0  # episodes over the whole run; moved ones are counted each time
         self._grades_single = False  # whether episodes are graded one by one
 
@@ -169,8 +90,8 @@ class GroupFlow:
 
     @property
     def own_workers(self) -> Sequence[str]:
-        """Workers that are there all the time: not those on devices that the learner lends."""
-        return self._own
+        """Workers that are not on devices that the learner lends."""
+        return tuple(self._own)
 
     @property
     def num_groups(self) -> int:
@@ -196,12 +117,48 @@ class GroupFlow:
         """Whether the scheduler has decided to start a step that is not collected yet."""
         return self._start is not None
 
-    def open(self, lanes: Sequence[int], *, grades_single: bool) -> None:
-        """Tells the scheduler about the workers. `lanes`: episodes that each runs at the same time."""
+    @property
+    def lacks_episodes(self) -> bool:
+        """Whether episodes of groups that are here have not ended, or the next step has too few groups."""
+        is_short = len(self._groups) < self.settings.groups_per_step
+        return is_short or any(group.num_ended < self.settings.samples for group in self._groups.values())
+
+    def open(self, lanes: Mapping[int, int], *, grades_single: bool) -> None:
+        """Tells the scheduler which workers there are; nothing is running. `lanes`: by rank, episodes that each runs at
+        the same time."""
         self._grades_single = grades_single
-        self._own = tuple(map(str, range(len(lanes))))
-        for worker, count in zip(self._own, lanes, strict=True):
-            self._join(worker, count, is_lent=False)
+        present = {str(rank): count for rank, count in lanes.items()}
+        for worker in [worker for worker in self._own if worker not in present]:
+            self.note_left(worker)
+        for worker, count in present.items():
+            if worker not in self._own:
+                self.note_joined(worker, count)
+
+    def note_joined(self, worker: str, lanes: int, version: int | None = None) -> None:
+        """A worker has joined. `version`: of its weights; default: the newest."""
+        self._own[worker] = None
+        self._join(worker, lanes, is_lent=False, version=version)
+
+    def note_leaving(self, worker: str) -> None:
+        """A worker will be gone soon: what it was to be given comes back at once, and what it runs when it is
+        retired."""
+        unsent = [admit for admit in self._admits if admit.worker == worker]
+        self._admits = [admit for admit in self._admits if admit.worker != worker]
+        self.tell(WorkerLeaving(worker=worker))
+        episodes = [
+            ReturnedEpisode(group=admit.group, attempt=admit.attempt, sample=sample, oldest=-1, newest=-1)
+            for admit in unsent
+            for sample in admit.samples
+        ]
+        if episodes:
+            self.tell(EpisodesReturned(worker=worker, episodes=tuple(episodes)))
+
+    def note_left(self, worker: str) -> None:
+        """A worker is gone. It had nothing to run any more, and what it was to be given comes back."""
+        self.note_leaving(worker)
+        self._retirements = [each for each in self._retirements if each.worker != worker]
+        self._own.pop(worker, None)
+        self.tell(WorkerLeft(worker=worker))
 
     def note_lent(self, lanes: Mapping[str, int]) -> None:
         """The learner's devices generate now. `lanes`: of their workers; none, if episode runners ask them."""
@@ -232,6 +189,8 @@ class GroupFlow:
                     self._start = action
                 case GiveBack():
                     self._give_backs.append(action)
+                case Retire():
+                    self._retirements.append(action)
                 case Lend() | Recall():
                     self._lending = action
                 case _:
@@ -246,6 +205,11 @@ class GroupFlow:
         """Whether to lend or recall the learner's devices, decided since the last call."""
         lending, self._lending = self._lending, None
         return lending
+
+    def take_retirements(self) -> list[int]:
+        """Ranks of workers to retire, decided since the last call."""
+        retirements, self._retirements = self._retirements, []
+        return [int(each.worker) for each in retirements]
 
     def take_give_backs(self) -> list[TakeBack]:
         """Episodes that workers are to give back, decided since the last call."""
@@ -267,9 +231,9 @@ class GroupFlow:
         for number in sorted({admit.group for admit in admits} - self._groups.keys()):
             before = self._parts.prompts.state() if self._parts.recipe.keeps_generating else {}
             (prompt,) = self._parts.prompts.take(1)
-            self._groups[number] = _Group(prompt=prompt, before=before)
+            self._groups[number] = OpenGroup(prompt=prompt, before=before)
             self._numbers[prompt.prompt_index], self._prompt_indices[number] = number, prompt.prompt_index
-        together: defaultdict[tuple[str, tuple[int, ...], int], list[_Group]] = defaultdict(list)
+        together: defaultdict[tuple[str, tuple[int, ...], int], list[OpenGroup]] = defaultdict(list)
         for admit in admits:
             together[admit.worker, admit.samples, admit.attempt].append(self._groups[admit.group])
             self._running[admit.worker] += len(admit.samples)
@@ -285,14 +249,16 @@ class GroupFlow:
         ]
 
     def note_lost(self, worker: str) -> None:
-        """The scheduler gives its episodes to the others."""
+        """The scheduler gives its episodes to the others, also those that it was to be given."""
         self._running[worker] = 0
+        self._own.pop(worker, None)
+        self._admits = [admit for admit in self._admits if admit.worker != worker]
         self.tell(WorkerLost(worker=worker))
 
-    def note_replaced(self, worker: str, version: int | None = None) -> None:
-        """Another process runs episodes in place of a lost one. `version`: of its weights; default: the newest."""
-        version = self._state.version if version is None else version
-        self.tell(WorkerJoined(worker=worker, lanes=self._lanes[worker], version=version))
+    def note_replaced(self, worker: str) -> None:
+        """Another process runs episodes in place of a lost one."""
+        self._own[worker] = None
+        self.tell(WorkerJoined(worker=worker, lanes=self._lanes[worker], version=self._state.version))
 
     def note_arrived(self, block: Block, worker: str) -> list[Rollouts]:
         """Notes the episodes of a block. Returns what can be graded now: single episodes, or complete groups."""
@@ -319,7 +285,9 @@ class GroupFlow:
         note, episodes = rollouts.note, list[ReturnedEpisode]()
         for row, (index, sample, _, attempt) in enumerate(rollouts.rows.ids.array_N4.tolist()):
             number, oldest, newest = self._numbers[index], int(note.version_N[row]), int(note.newest_version_N[row])
-            if note.sampled_N[row]:
+            if not self._continues:  # it begins anew
+                oldest = newest = -1
+            elif note.sampled_N[row]:
                 self._groups[number].begun[sample] = rollouts.rows.take(np.array([row]))
             episodes.append(ReturnedEpisode(group=number, attempt=attempt, sample=sample, oldest=oldest, newest=newest))
         self.num_moved += len(episodes)
@@ -441,9 +409,9 @@ class GroupFlow:
 
     # --- internals ---
 
-    def _join(self, worker: str, lanes: int, *, is_lent: bool) -> None:
+    def _join(self, worker: str, lanes: int, *, is_lent: bool, version: int | None = None) -> None:
         self._lanes[worker] = lanes + -(-lanes // _AHEAD)
-        version = self._state.version
+        version = self._state.version if version is None else version
         self.tell(WorkerJoined(worker=worker, lanes=self._lanes[worker], version=version, is_lent=is_lent))
 
     def _unscored(self) -> list[int]:

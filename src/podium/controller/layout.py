@@ -107,9 +107,10 @@ def layout_of(
     pools = [Pool(name=TRAIN, slots=ranks, each=each)]
     roles = _train_roles(recipe, folder, names, ranks=ranks, device=device, resume_step=resume_step, cpu=cpu)
     if apart:
-        pools.append(Pool(name=ROLLOUT, slots=apart, each=each, collectives=False))
+        most, grace_s = recipe.placement.max_rollout_devices or apart, recipe.placement.grace_s
+        pools.append(Pool(name=ROLLOUT, slots=most, each=each, collectives=False, at_start=apart, grace_s=grace_s))
         generator = _generator(recipe, learner=None)
-        roles.append(_role(GENERATOR, Generator, ROLLOUT, MeshShape(replica=apart), generator))
+        roles.append(_role(GENERATOR, Generator, ROLLOUT, MeshShape(replica=most), generator))
         if names.lent is not None:
             lent = _generator(recipe, learner=POLICY)
             roles.append(_role(names.lent, Generator, TRAIN, MeshShape(replica=ranks), lent))

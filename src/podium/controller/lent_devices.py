@@ -15,11 +15,11 @@ from podium.controller.parts import OnPolicyParts
 from podium.controller.state import RunState
 from podium.errors import WorkerDiedError
 from podium.recipe import OnPolicyRecipe
-from podium.roles.episode_stream import Block, EpisodeStream, Lost
+from podium.roles.episode_stream import Block, EpisodeStream, Left, Lost
 from podium.roles.handles import GeneratorHandle
 
 _LENT = "lent-"
-NoteArrival = Callable[[Block | Lost, str], Awaitable[None]]
+NoteArrival = Callable[[Block | Lost | Left, str], Awaitable[None]]
 """Gets what a worker sends, and the worker's name."""
 
 
@@ -62,7 +62,7 @@ class LentDevices:
         """The devices generate from now on, with the learner's weights."""
         began = now_s()
         if not self._lanes:
-            self._lanes = await self._generator.lanes()
+            self._lanes = tuple((await self._generator.lanes()).values())
         await self._generator.share(self._state.version)  # wakes the engines
         self._tokens_before = await self._generated()
         runner = self._parts.roles.runner
@@ -123,7 +123,7 @@ class LentDevices:
         return metrics
 
     async def _generated(self) -> float:
-        return float(sum(each.load.generated_tokens for each in await self._generator.usage() if each is not None))
+        return float(sum(each.load.generated_tokens for each in (await self._generator.usage()).values()))
 
     async def _read(self, stream: EpisodeStream) -> None:
         async for arrival in stream:

@@ -4,29 +4,30 @@
 Streams to the workers stay open over many steps. A task reads them; what it and the graders bring is told to the
 scheduler at once, and what that admits is sent at once. After an update the learner puts its weights into the object
 store, and is free for the next one. Every generator takes them from there while it generates. With layout elastic the
-learner's devices generate while the program waits for its next step."""
+learner's devices generate while the program waits for its next step. Generators join and leave at any time."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, assert_never
 
-from podium.cluster import ObjectScope
+from podium.cluster import ObjectScope, WorkerId
 from podium.cluster.deadlines import now_s
 from podium.controller.devices import Devices
 from podium.controller.episodes import training_sampling
 from podium.controller.grading_queue import GradedPart, GradingQueue
-from podium.controller.group_flow import GroupFlow, SampledStep
+from podium.controller.group_flow import GroupFlow
 from podium.controller.ledger import GroupRecord
 from podium.controller.lent_devices import LentDevices, lent_rank
+from podium.controller.membership import GeneratorLeaves, GeneratorsReady, Membership, News
+from podium.controller.open_groups import SampledStep
 from podium.controller.parts import OnPolicyParts
-from podium.controller.replacing import is_replaceable, replace_generator
 from podium.controller.scheduling import LearnerIdle, Lend, Recall, StepRequested, WeightsInstalled
 from podium.controller.state import RunState
 from podium.errors import WorkerDiedError
 from podium.recipe import OnPolicyRecipe
-from podium.roles.episode_stream import Block, EpisodeStream, Lost
+from podium.roles.episode_stream import Block, EpisodeStream, Left, Lost
 from podium.roles.interfaces import GeneratorUsage
 from podium.rollout.engine import InFlight
 from podium.weights.weight_transfers import ByStore
@@ -44,7 +45,10 @@ class OverlapExecutor:
         self._flow = GroupFlow(parts, state)
         self._grading = GradingQueue(parts.roles.grader, self._note_graded)
         self._in_flight: InFlight = "keep" if parts.recipe.rollout.on_new_weights == "keep" else "recompute"
-        self._is_open = self._is_pausing = False
+        self._is_pausing = False
+        self._members = Membership(parts, state, self._note_news)
+        self._equipping: asyncio.Task[None] | None = None
+        self._retiring: set[int] = set()  # ranks of generators that give back what they run
         self._stream: EpisodeStream | None = None
         self._generating: asyncio.Task[None] | None = None
         self._storing: asyncio.Task[None] | None = None  # the learner must keep its weights until it ends
@@ -57,13 +61,15 @@ class OverlapExecutor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._error: Exception | None = None
-        self._usages: tuple[GeneratorUsage | None, ...] = ()  # when the last step began
+        self._usages: Mapping[WorkerId, GeneratorUsage] = {}  # when the last step began, or they joined
         self._began = 0.0
         self._num_ended = self._num_moved = 0  # until then
         self._episodes_per_s = self._waited_s = 0.0  # of the last step
 
     async def sample(self, step: int, objects: ObjectScope) -> SampledStep:
         """The next step that the scheduler starts. Generation goes on when it is returned."""
+        if not self._members.moves_episodes and (self._members.has_ready or self._members.leaving):
+            await self.pause()  # requests of episode runners end first
         if self._generating is None:
             await self._begin()
         await self._until_stored()  # the learner's devices are idle from then on
@@ -95,20 +101,25 @@ class OverlapExecutor:
 
     async def pause(self) -> None:
         """Waits until the episodes that run now have ended and all weights are installed. Then the workers are idle.
-        Episodes that are admitted meanwhile wait for the next `sample`."""
-        if self._generating is None:
-            return
+        Episodes that are admitted meanwhile wait for the next `sample`. Waits for a generator if there is none."""
+        if self._generating is not None:
+            await self._end_streams(self._generating)
+        await self._members.settle()
+
+    async def _end_streams(self, generating: asyncio.Task[None]) -> None:
         self._is_pausing = True
         try:
             with self._parts.watch.span("drain"):
-                await self._drain(self._generating)
-            self._devices.note_published(min(self._versions.values()))
+                await self._drain(generating)
+            if self._versions:
+                self._devices.note_published(min(self._versions.values()))
         finally:
             self._is_pausing = False
 
     async def close(self) -> None:
         """Gives up the episodes that are running. Weights that are on their way arrive first: they must not replace
         newer ones later."""
+        await self._members.close()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_ARRIVE_S)
         tasks = [*self._tasks, *([self._generating] if self._generating is not None else [])]
@@ -135,17 +146,16 @@ class OverlapExecutor:
     async def _begin(self) -> None:
         """Gives the workers the newest weights, and opens their streams."""
         roles = self._parts.roles
+        await self._members.settle()
         await self._devices.publish(self._state.version)
-        if not self._is_open:
-            facts, lanes = await roles.grader.facts(), await roles.episode_workers.lanes()
-            self._flow.open(lanes, grades_single=facts.takes_single_episodes)
-            self._is_open = True
-        self._versions = dict.fromkeys(range(roles.generator.num_engines), self._state.version)
+        facts, lanes = await roles.grader.facts(), await roles.episode_workers.lanes()
+        self._flow.open(lanes, grades_single=facts.takes_single_episodes)
+        self._versions = dict.fromkeys(roles.generator.ranks, self._state.version)
         self._to_install.update(publish.worker for publish in self._flow.take_publishes())
         for worker in sorted(self._to_install):
             self._flow.tell(WeightsInstalled(worker=worker, version=self._state.version))
         self._to_install.clear()
-        if self._transfer is None and is_replaceable(self._parts):  # for a generator that replaces another
+        if self._transfer is None and self._members.moves_episodes:  # for generators that join
             self._transfer = await roles.policy.store(self._state.version)
         self._usages, self._began = await roles.generator.usage(), now_s()
         self._generating = asyncio.create_task(self._generate())
@@ -158,6 +168,7 @@ class OverlapExecutor:
                 self._stream = stream
                 self._changed.set()
                 self._send()
+                self._look_at_members()
                 try:
                     async for arrival in stream:
                         await self._note(arrival, str(arrival.rank))
@@ -168,14 +179,13 @@ class OverlapExecutor:
         finally:
             self._stream = None
 
-    async def _note(self, arrival: Block | Lost, worker: str) -> None:
-        """Notes what a worker sent. A lost one is replaced, unless the learner was on its device."""
-        if isinstance(arrival, Lost):
-            if worker not in self._flow.own_workers or self._stream is None:
+    async def _note(self, arrival: Block | Lost | Left, worker: str) -> None:
+        """Notes what a worker sent. The run goes on without one that is lost, unless the learner was on its device."""
+        if isinstance(arrival, Lost | Left):
+            if self._stream is None or (isinstance(arrival, Lost) and worker not in self._flow.own_workers):
+                assert isinstance(arrival, Lost), "lent devices are recalled"
                 raise arrival.error
-            replacing = self._start(self._replace, arrival, self._stream)  # as a task that a pause waits for
-            if not is_replaceable(self._parts):
-                await replacing
+            await self._note_gone(arrival, worker, self._stream)
             return
         for part in self._flow.note_arrived(arrival, worker):
             self._grading.submit(part)
@@ -204,25 +214,45 @@ class OverlapExecutor:
         self._send()
 
     async def _replace(self, lost: Lost, stream: EpisodeStream) -> None:
-        """Starts another worker. The episodes of a generator go to the others meanwhile."""
-        worker, version = str(lost.rank), self._state.version
-        if is_replaceable(self._parts):
-            self._flow.note_lost(worker)
-            self._send(is_repeated=True)
-            version = await replace_generator(self._parts, stream, lost, self._stored, step=self._state.step)
-            self._versions[lost.rank] = version
-            usages = await self._parts.roles.generator.usage()
-            self._usages = (*self._usages[: lost.rank], usages[lost.rank], *self._usages[lost.rank + 1 :])
-        else:
-            await self._parts.roles.episode_workers.replace(stream, lost)
-            self._flow.note_lost(worker)
-        self._flow.note_replaced(worker, version)
+        """Starts another episode runner."""
+        worker = str(lost.rank)
+        await self._parts.roles.episode_workers.replace(stream, lost)
+        self._flow.note_lost(worker)
+        self._flow.note_replaced(worker)
         self._send(is_repeated=True)
 
-    async def _stored(self) -> ByStore:
-        """The newest weights in the object store; the learner may be busy with newer ones."""
-        assert self._transfer is not None, "the first are stored before streams are opened"
-        return self._transfer
+    async def _note_gone(self, gone: Lost | Left, worker: str, stream: EpisodeStream) -> None:
+        """A worker is lost, or has left. The others take over its episodes."""
+        if isinstance(gone, Lost) and not self._members.moves_episodes:
+            await self._start(self._replace, gone, stream)  # as a task that a pause waits for
+            return
+        self._retiring.discard(gone.rank)
+        self._versions.pop(gone.rank, None)
+        if isinstance(gone, Lost):
+            self._flow.note_lost(worker)
+            await self._members.lose(gone.rank, gone.error)
+            stream.forget(gone.rank)
+        else:
+            self._flow.note_left(worker)
+            await self._members.leave(gone.rank)
+        self._send(is_repeated=True)
+        self._changed.set()
+
+    async def _equip(self, stream: EpisodeStream) -> None:
+        """Gives new generators the newest stored weights and opens their streams; the learner may be busy."""
+        for rank in await self._members.admit():
+            assert self._transfer is not None, "the first are stored before streams are opened"
+            transfer = self._transfer
+            try:
+                lanes = await self._members.equip(rank, transfer)
+            except WorkerDiedError as error:
+                await self._members.lose(rank, error)
+                continue
+            self._versions[rank] = transfer.version.number
+            stream.begin([rank])
+            self._flow.note_joined(str(rank), lanes, transfer.version.number)
+        self._usages = {**await self._parts.roles.generator.usage(), **self._usages}
+        self._send()
 
     async def _score(self) -> None:
         """Reward models score complete groups, until none waits."""
@@ -238,12 +268,12 @@ class OverlapExecutor:
     async def _install(self, workers: tuple[str, ...], transfer: ByStore) -> None:
         """Installs weights for these workers. With episode runners they are those of all engines."""
         generator = self._parts.roles.generator
-        ranks = range(generator.num_engines) if self._parts.roles.runner is not None else map(int, workers)
+        ranks = generator.ranks if self._parts.roles.runner is not None else map(int, workers)
         version = transfer.version.number
         try:
             await asyncio.gather(*(self._install_on(rank, transfer) for rank in ranks))
         except WorkerDiedError:
-            if not is_replaceable(self._parts):
+            if not self._members.moves_episodes:
                 raise
             return  # its stream reports it, and its successor gets the newest weights
         for worker in workers:
@@ -252,7 +282,8 @@ class OverlapExecutor:
 
     async def _install_on(self, rank: int, transfer: ByStore) -> None:
         await self._parts.roles.generator.install_in_flight(rank, transfer, self._in_flight)
-        self._versions[rank] = transfer.version.number
+        if rank in self._versions:  # else it is gone
+            self._versions[rank] = transfer.version.number
 
     # --- what happens ---
 
@@ -272,6 +303,9 @@ class OverlapExecutor:
         except Exception as error:  # of the data
             self._fail(error)
             return
+        for rank in self._flow.take_retirements():
+            self._retiring.add(rank)
+            self._start(self._stream.retire, rank)
         for each in self._flow.take_give_backs():
             stream, rank = self._stream_of(each.worker)
             stream.give_back(rank, each.ids)
@@ -282,6 +316,28 @@ class OverlapExecutor:
         stream = self._stream if is_own or self._lent is None else self._lent.stream
         assert stream is not None, "the scheduler gives nothing to workers that are not there"
         return stream, int(worker) if is_own else lent_rank(worker)
+
+    def _note_news(self, news: News) -> None:
+        """A generator is ready to join, or leaves. While nothing runs, the next `_begin` takes care of it."""
+        match news:
+            case Exception():
+                self._fail(news)
+            case GeneratorsReady() | GeneratorLeaves():
+                self._look_at_members()
+            case other:
+                assert_never(other)
+
+    def _look_at_members(self) -> None:
+        """Retires generators that leave, and starts to equip new ones, as a task that a pause waits for."""
+        if self._stream is None or not self._members.moves_episodes:
+            return
+        for rank in self._members.leaving:
+            self._flow.note_leaving(str(rank))
+            self._send(is_repeated=True)
+        is_equipping = self._equipping is not None and not self._equipping.done()
+        if self._members.has_ready and not self._is_pausing and not is_equipping:
+            self._equipping = self._start(self._equip, self._stream)
+            self._equipping.add_done_callback(lambda task: self._look_at_members())
 
     def _publish(self) -> None:
         """Starts to install the newest weights where they are waited for, as soon as they are stored."""
@@ -326,6 +382,7 @@ class OverlapExecutor:
         """Whether the step can begin. Raises an error if nothing can happen any more that would let it."""
         flow = self._flow
         is_still = self._stream is not None and self._grading.is_idle and not self._tasks
+        is_still = is_still and not self._retiring and not self._members.is_missing
         if is_still and not flow.is_step_ready and not flow.num_running and not flow.has_admissions:
             raise flow.standstill()
         return flow.is_step_ready
@@ -350,9 +407,7 @@ class OverlapExecutor:
         seconds = self._began - began  # 0 in a simulation whose step before had no update
         self._episodes_per_s = (num_ended - self._num_ended) / seconds if seconds else 0.0
         self._num_ended = num_ended
-        both = [
-            (now, then) for now, then in zip(self._usages, before, strict=True) if now is not None and then is not None
-        ]
+        both = [(now, before[worker]) for worker, now in self._usages.items() if worker in before]
         pairs = [(now.load, then.load) for now, then in both]
         num, lent = max(1, len(pairs)), {} if self._lent is None else self._lent.take_metrics()
         if lent:

@@ -9,8 +9,8 @@ from typing import Any
 
 from podium.cluster import ObjectScope, Stored
 from podium.cluster.blocking import in_thread
-from podium.controller.group_flow import SampledStep
 from podium.controller.ledger import GroupRecord
+from podium.controller.open_groups import SampledStep
 from podium.controller.parts import OnPolicyParts
 from podium.controller.step_record import RecordedStep, recorded_step
 from podium.data.tasks import Task

@@ -373,6 +373,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         if self.milestones.last_evaluation_is_due(step):
             await self._save()
             await self._evaluate()
+            await self._executor.close()  # it may have waited for a generator
         await self._save_last()
         await self._log.written()
         await self._recorded()

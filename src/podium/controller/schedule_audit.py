@@ -28,6 +28,7 @@ from podium.controller.scheduling import (
     Lend,
     Publish,
     Recall,
+    Retire,
     ReturnedEpisode,
     ScheduleSettings,
     StartStep,
@@ -38,6 +39,7 @@ from podium.controller.scheduling import (
     VoidReason,
     WeightsInstalled,
     WorkerJoined,
+    WorkerLeaving,
     WorkerLeft,
     WorkerLost,
 )
@@ -97,6 +99,7 @@ class _Record:
 class _Worker:
     version: int
     sent: int
+    is_leaving: bool = False
 
 
 class ScheduleAudit:
@@ -147,6 +150,9 @@ class ScheduleAudit:
                         del group.waiting[sample]
                     if lost:
                         group.events.append(event)
+            case WorkerLeaving():
+                if event.worker in self._workers:
+                    self._workers[event.worker].is_leaving = True
             case WorkerLeft():
                 self._leave(event)
             case EpisodeEnded():
@@ -268,6 +274,9 @@ class ScheduleAudit:
                 self._publish(action, event)
             case Lend() | Recall():
                 self._check_lending(action, event)
+            case Retire():
+                if action.worker not in self._workers or not self._workers[action.worker].is_leaving:
+                    self._broken("conservation", f"{action.worker} is to be retired, and does not leave", event)
             case GiveBack():
                 for number, sample, _ in action.episodes:
                     group = self._live(number, event)
@@ -310,6 +319,8 @@ class ScheduleAudit:
         group.events.append(action)
         if worker is None:
             self._broken("acknowledged weights", f"it is given to {action.worker}, which is not there", event, group)
+        if worker.is_leaving:
+            self._broken("conservation", f"it is given to {action.worker}, which leaves", event, group)
         if set(action.samples) & ({*group.ended, *group.waiting}) or not action.samples:
             self._broken("conservation", f"samples {action.samples} run or have ended already", event, group)
         if self._settings.staleness == 0 and (self._step > self._committed or worker.version != self._version):

@@ -11,7 +11,8 @@ after it have room for what it leaves. So no finished group is too old, and none
 step waits for all groups that were admitted for it: that is the synchronous program.
 
 With layout elastic the learner's devices generate while it waits: `lending` says when that is worth it. Episodes of a
-device that is recalled come back with their tokens, and continue on another one.
+device that is recalled come back with their tokens, and continue on another one. So do those of a worker that leaves.
+Workers may join and leave at any time: those that are there share what may run.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from podium.controller.scheduling import (
     Lend,
     Publish,
     Recall,
+    Retire,
     ScheduleSettings,
     StartStep,
     StepCommitted,
@@ -47,6 +49,7 @@ from podium.controller.scheduling import (
     Void,
     WeightsInstalled,
     WorkerJoined,
+    WorkerLeaving,
     WorkerLeft,
     WorkerLost,
 )
@@ -73,6 +76,7 @@ class _Worker:
     version: int  # acknowledged
     sent: int  # the last version that it was told to install
     is_lent: bool
+    is_leaving: bool = False  # it is given nothing more
     running: set[tuple[int, int]] = field(default_factory=set)  # (group, sample)
     share: int = 0  # most episodes that it is given: its lanes, or its part of all that may run
 
@@ -113,6 +117,8 @@ class GroupScheduler:
                 self._join(event)
             case WorkerLost():
                 self._lose(event)
+            case WorkerLeaving():
+                actions += self._retire(event)
             case WorkerLeft():
                 self._workers.pop(event.worker, None)
                 self._deal_shares()
@@ -162,6 +168,14 @@ class GroupScheduler:
             self._groups[number].attempts[sample] += 1
             self._offer(number, sample)
         self._deal_shares()
+
+    def _retire(self, event: WorkerLeaving) -> Iterator[Action]:
+        """It gets nothing more, and what it runs moves."""
+        worker = self._workers.get(event.worker)
+        if worker is not None and not worker.is_leaving:
+            worker.is_leaving = True
+            self._deal_shares()
+            yield Retire(worker=worker.name)
 
     def _take_back(self, event: EpisodesReturned) -> None:
         """They wait for another worker, with the tokens that they have."""
@@ -228,7 +242,7 @@ class GroupScheduler:
         when its running sequences have ended."""
         waiting, self._to_publish = self._to_publish, {}
         for worker in (self._workers[name] for name in waiting if name in self._workers):
-            if worker.sent != worker.version or worker.version == self._version or self._is_over:
+            if worker.sent != worker.version or worker.version == self._version or self._is_over or worker.is_leaving:
                 continue
             if self._settings.on_new_weights == "finish" and worker.running:
                 continue
@@ -272,7 +286,7 @@ class GroupScheduler:
         while self._free and self._has_group():
             load, name = heapq.heappop(self._free)
             worker = self._workers.get(name)
-            if worker is None or load != worker.load or load >= 1:
+            if worker is None or load != worker.load or load >= 1 or worker.is_leaving:
                 continue  # an outdated entry
             if worker.is_lent and self._lending.state == "returning":
                 continue
@@ -296,7 +310,7 @@ class GroupScheduler:
 
     def _spread(self) -> Iterator[Action]:
         """Gives devices that were lent an even part of what is running, if no new groups could be admitted to them."""
-        running = {worker.name: tuple(worker.running) for worker in self._workers.values()}
+        running = {worker.name: tuple(worker.running) for worker in self._workers.values() if not worker.is_leaving}
         lent = [worker.name for worker in self._workers.values() if worker.is_lent]
         for name, episodes in to_give_back(running, lent):
             attempts = [(number, sample, self._groups[number].attempts[sample]) for number, sample in episodes]
@@ -329,22 +343,25 @@ class GroupScheduler:
 
     def _deal_shares(self) -> None:
         """Workers get new weights one after the other. The first one must not take all groups that have room then."""
-        settings, num_workers = self._settings, max(1, len(self._workers))
+        workers = [worker for worker in self._workers.values() if not worker.is_leaving]
+        settings, num_workers = self._settings, max(1, len(workers))
         most_groups = settings.groups_per_step * (settings.staleness + 1)
-        for worker in self._workers.values():
+        for worker in workers:
             worker.share = min(worker.lanes, -(-most_groups // num_workers) * settings.samples)
         self._collect_free()
 
     def _may_take(self, worker: _Worker) -> None:
         """Puts a worker among those that may get a group."""
-        if worker.load < 1:
+        if worker.load < 1 and not worker.is_leaving:
             heapq.heappush(self._free, (worker.load, worker.name))
         if len(self._free) > 4 * len(self._workers) + 64:  # most are outdated
             self._collect_free()
 
     def _collect_free(self) -> None:
         """Finds all workers that may get a group."""
-        self._free = [(each.load, each.name) for each in self._workers.values() if each.load < 1]
+        self._free = [
+            (each.load, each.name) for each in self._workers.values() if each.load < 1 and not each.is_leaving
+        ]
         heapq.heapify(self._free)
 
     def _deadline(self, version: int) -> int:

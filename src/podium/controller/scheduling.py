@@ -85,6 +85,13 @@ class EpisodesReturned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLeaving:
+    """A worker still works and will be gone soon."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLeft:
     """A worker takes no more episodes. It has ended or given back those that it had."""
 
@@ -151,6 +158,7 @@ class StopRequested:
 Event = (
     WorkerJoined
     | WorkerLost
+    | WorkerLeaving
     | WorkerLeft
     | EpisodeEnded
     | EpisodesReturned
@@ -222,6 +230,13 @@ class GiveBack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Retire:
+    """Let a worker give back all that it runs, and end it. Other workers continue its episodes."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Void:
     """A group leaves untrained."""
 
@@ -234,4 +249,4 @@ class EndRun:
     """There is no further step for the program."""
 
 
-Action = Admit | GradeGroup | StartStep | Publish | Lend | Recall | GiveBack | Void | EndRun
+Action = Admit | GradeGroup | StartStep | Publish | Lend | Recall | GiveBack | Retire | Void | EndRun

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from podium.cluster import RowRefs, Stored
 from podium.cluster.blocking import in_thread
-from podium.controller.group_flow import SampledStep
 from podium.controller.ledger import GroupRecord
+from podium.controller.open_groups import SampledStep
 from podium.data.tasks import Task
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
 from podium.disk import disk_fault, size_text

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from podium.cluster import Workers, open_inline
-from podium.cluster.worker_pool import Timeouts
+from podium.cluster.member import Timeouts
 from podium.controller.drive import cause_of, device_kind_of
 from podium.controller.episodes import training_sampling
 from podium.controller.grading import grade_rollouts

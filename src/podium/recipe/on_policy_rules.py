@@ -11,6 +11,7 @@ from podium.recipe.solving import TOTAL
 
 if TYPE_CHECKING:
     from podium.recipe.recipes import OnPolicyRecipe
+    from podium.recipe.schema import OnPolicyPlacementSection
 
 
 def on_policy_rules(recipe: OnPolicyRecipe) -> list[str]:
@@ -175,6 +176,19 @@ def _batches(recipe: OnPolicyRecipe) -> Iterator[str]:
         )
 
 
+def _most_generators(placement: OnPolicyPlacementSection) -> Iterator[str]:
+    most, first = placement.max_rollout_devices, placement.rollout_devices or placement.devices // 2
+    if most is None:
+        return
+    if most < first:
+        yield (
+            f"placement.max_rollout_devices: {most} is less than the {first} generators of the start "
+            "(placement.rollout_devices). Raise it, or remove it."
+        )
+    if placement.launcher == "inline":
+        yield "placement.max_rollout_devices: with launcher inline nothing can join: there is one process. Use ray."
+
+
 def _placement(recipe: OnPolicyRecipe) -> Iterator[str]:
     placement = recipe.placement
     if placement.layout != "colocated":
@@ -188,11 +202,14 @@ def _placement(recipe: OnPolicyRecipe) -> Iterator[str]:
                 f"placement.rollout_devices: {placement.rollout_devices} of {placement.devices} devices leaves none to "
                 "learn on. Lower it."
             )
-    elif placement.rollout_devices is not None:
-        yield (
-            "placement.rollout_devices: with layout colocated all devices generate. Remove it, or set layout split or "
-            "elastic."
-        )
+        yield from _most_generators(placement)
+    else:
+        for key in ("rollout_devices", "max_rollout_devices"):
+            if getattr(placement, key) is not None:
+                yield (
+                    f"placement.{key}: with layout colocated all devices generate. Remove it, or set layout split or "
+                    "elastic."
+                )
     if placement.layout == "elastic":
         yield from _elastic(recipe)
     if placement.launcher == "inline" and placement.devices > 1:

@@ -219,6 +219,18 @@ class OnPolicyPlacementSection(PlacementSection):
     rollout_devices: Count | None = Field(
         None, description="layout split and elastic: how many of `devices` generate always; default: half of them."
     )
+    max_rollout_devices: Count | None = Field(
+        None,
+        description="layout split and elastic: most devices that generate. Generators beyond `rollout_devices` join "
+        "the running job when the Ray cluster has free devices for them, for instance those of a new node. Default: "
+        "`rollout_devices`.",
+    )
+    grace_s: Real = Field(
+        30.0,
+        gt=0,
+        description="layout split and elastic: how long a generator goes on after SIGTERM, so that its running "
+        "sequences can move to others. It counts as dead afterwards.",
+    )
     restarts: NonNegative = Field(
         3,
         description="How often workers of one kind that died are replaced before a step must be committed. The run "

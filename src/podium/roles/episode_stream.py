@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,15 +33,24 @@ class Lost:
     error: WorkerDiedError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """A worker that was retired has ended its stream: all its episodes have ended or were given back."""
+
+    rank: int
+
+
 class EpisodeStream:
     """Open streams of all workers of a role. Used by one task of the controller, inside `streaming`."""
 
     def __init__(self, group: RoleGroup[Any], plan: SamplingPlan, look_at: Callable[[Block], None]) -> None:
         self._group, self._plan, self._look_at = group, plan, look_at
-        self._arrivals: asyncio.Queue[Block | Lost | BaseException | None] = asyncio.Queue()
+        self._arrivals: asyncio.Queue[Block | Lost | Left | BaseException | None] = asyncio.Queue()
         self._pumps: dict[int, asyncio.Task[None]] = {}
         self._finished: set[int] = set()  # ranks that get no more prompts
         self._lost: set[int] = set()  # ranks whose replacement has no stream yet
+        self._retired: set[int] = set()
+        self._is_finishing = False
         self._num_open: Counter[int] = Counter()  # rank -> episodes that it was given and that have not ended
         self._calls: set[asyncio.Task[None]] = set()  # nobody waits for their answers
         self._metrics: list[tuple[WorkerId, Metric]] = []
@@ -56,15 +65,16 @@ class EpisodeStream:
         self._metrics += [(worker, metric) for metric in metrics]
 
     @property
-    def num_workers(self) -> int:
-        """Number of workers that run episodes."""
-        return self._group.mesh.shape.world
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the workers that run episodes."""
+        return self._group.ranks
 
     def begin(self, ranks: Sequence[int]) -> None:
-        """Opens the streams of these workers."""
+        """Opens the streams of these workers, which may have joined meanwhile."""
         for rank in ranks:
             self._finished.discard(rank)
             self._lost.discard(rank)
+            self._retired.discard(rank)
             self._num_open[rank] = 0
             self._pumps[rank] = asyncio.create_task(self._pump(rank))
 
@@ -82,6 +92,19 @@ class EpisodeStream:
         meanwhile."""
         self._control(rank, EpisodeSource.give_back, ids)
 
+    def forget(self, rank: int) -> None:
+        """A lost worker may have no successor: the iteration does not wait for one."""
+        self._lost.discard(rank)
+        self._arrivals.put_nowait(None)
+
+    async def retire(self, rank: int) -> None:
+        """A worker gets no more prompts and gives back what is running: it comes as cancelled, and then `Left`."""
+        self._retired.add(rank)
+        while self._calls:
+            await asyncio.gather(*self._calls)
+        self._finished.add(rank)
+        await self._finish_one(rank, give_back=True)
+
     async def finish(self) -> None:
         """No more prompts come: the iteration ends when all are answered. A worker that is replaced afterwards must be
         finished again."""
@@ -97,17 +120,27 @@ class EpisodeStream:
             await asyncio.gather(*self._calls)
         ranks = [rank for rank in self._pumps if rank not in self._finished]
         self._finished.update(ranks)
+        self._is_finishing = True
         await asyncio.gather(*(self._finish_one(rank, give_back) for rank in ranks))
+        self._arrivals.put_nowait(None)  # there may be no worker that would send something
 
-    async def __aiter__(self) -> AsyncIterator[Block | Lost]:
-        """Yields blocks as they arrive, and workers that are lost, which the caller replaces. Waits for any worker to
-        send something. Ends after `finish`, when all workers have ended their streams. One that dies then without an
-        episode has lost nothing: the next stream reports it."""
-        while self._lost or any(not pump.done() for pump in self._pumps.values()) or not self._arrivals.empty():
+    @property
+    def _is_open(self) -> bool:
+        """Whether something can arrive."""
+        is_running = any(not pump.done() for pump in self._pumps.values())
+        return not self._is_finishing or bool(self._lost) or is_running or not self._arrivals.empty()
+
+    async def __aiter__(self) -> AsyncIterator[Block | Lost | Left]:
+        """Yields blocks as they arrive, workers that are lost, which the caller replaces, and those that have left.
+        Waits for any worker to send something. Ends after `finish`, when all workers have ended their streams. One that
+        dies then without an episode has lost nothing: the next stream reports it."""
+        while self._is_open:
             arrival = await self._arrivals.get()
             if isinstance(arrival, BaseException):
                 raise arrival
-            if arrival is None or (isinstance(arrival, Lost) and self._is_over(arrival.rank)):
+            if isinstance(arrival, Lost) and self._is_over(arrival.rank):
+                arrival = Left(rank=arrival.rank) if arrival.rank in self._retired else None
+            if arrival is None:
                 continue
             if isinstance(arrival, Lost):
                 self._lost.add(arrival.rank)
@@ -126,7 +159,8 @@ class EpisodeStream:
         await asyncio.gather(
             *(group.control_one(rank, EpisodeSource.finish_stream, True) for rank in alive), return_exceptions=True
         )
-        await asyncio.wait(self._pumps.values(), timeout=_ABANDON_S)
+        if self._pumps:
+            await asyncio.wait(self._pumps.values(), timeout=_ABANDON_S)
         for pump in self._pumps.values():
             pump.cancel()
         await asyncio.gather(*self._pumps.values(), return_exceptions=True)
@@ -153,13 +187,15 @@ class EpisodeStream:
 
     async def _pump(self, rank: int) -> None:
         """Passes on the blocks of one worker until its stream ends."""
-        worker = self._group.workers[rank]
+        worker = self._group.worker(rank)
         try:
             async for block in self._group.stream_open(rank, EpisodeSource.stream, self._plan):
                 self._num_open[rank] -= len(block.ids)
                 self.note_metrics(block.worker, block.metrics)
                 self._look_at(block)
                 self._arrivals.put_nowait(block)
+            if rank in self._retired:
+                self._arrivals.put_nowait(Left(rank=rank))
         except WorkerDiedError as error:
             self._arrivals.put_nowait(Lost(rank=rank, worker=worker, error=error))
         except Exception as error:
@@ -174,7 +210,7 @@ async def streaming(
     """Streams of all workers of a role. `look_at` gets every block. Leaving the block early gives up what is
     running."""
     stream = EpisodeStream(group, plan, look_at)
-    stream.begin(range(stream.num_workers))
+    stream.begin(stream.ranks)
     try:
         yield stream
     finally:
@@ -188,8 +224,8 @@ class EpisodeWorkers(Protocol):
         """Streams of all workers."""
         ...
 
-    async def lanes(self) -> tuple[int, ...]:
-        """Number of episodes that each worker runs at the same time."""
+    async def lanes(self) -> Mapping[int, int]:
+        """By rank: number of episodes that a worker runs at the same time."""
         ...
 
     async def replace(self, stream: EpisodeStream, lost: Lost) -> None:
@@ -203,22 +239,21 @@ async def run_all(
     """Runs `samples` episodes for each prompt and returns all blocks with the workers' metrics. Prompts are dealt
     round-robin. Episodes of a worker that dies run again under the next attempt, with the same random numbers."""
     async with workers.streaming(plan) as stream:
-        num_workers, blocks = stream.num_workers, list[Block]()
-        open_by_rank = [
-            {
-                (prompt.prompt_index, sample): prompt
-                for prompt in prompts[rank::num_workers]
-                for sample in range(samples)
-            }
-            for rank in range(num_workers)
-        ]
-        attempts = [0] * num_workers
-        for rank in range(num_workers):
-            stream.admit(rank, prompts[rank::num_workers], tuple(range(samples)))
+        ranks, blocks = stream.ranks, list[Block]()
+        dealt = {rank: prompts[number :: len(ranks)] for number, rank in enumerate(ranks)}
+        open_by_rank = {
+            rank: {(prompt.prompt_index, sample): prompt for prompt in mine for sample in range(samples)}
+            for rank, mine in dealt.items()
+        }
+        attempts = Counter[int]()
+        for rank in ranks:
+            stream.admit(rank, dealt[rank], tuple(range(samples)))
         is_finished = not prompts
         if is_finished:
             await stream.finish()
         async for arrival in stream:
+            if isinstance(arrival, Left):
+                continue  # nobody is retired here
             if isinstance(arrival, Lost):
                 rank = arrival.rank
                 attempts[rank] += 1
@@ -229,7 +264,7 @@ async def run_all(
             blocks.append(arrival)
             for prompt_index, sample, _, _ in arrival.ids.array_N4.tolist():
                 del open_by_rank[arrival.rank][prompt_index, sample]
-            if not is_finished and not any(open_by_rank):
+            if not is_finished and not any(open_by_rank.values()):
                 is_finished = True
                 await stream.finish()
     return blocks, stream.metrics

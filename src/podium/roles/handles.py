@@ -13,7 +13,7 @@ import numpy as np
 
 from podium.algorithms.staleness import merge_ages
 from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics, ValueStatistics
-from podium.cluster import CallResult, Metric, RoleGroup, RowRefs
+from podium.cluster import CallResult, Metric, RoleGroup, RowRefs, WorkerId
 from podium.data.splitting import SplitPlan, split_rows
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
 from podium.engine.checkpoint_files import SaveFailure, SaveState, joined_state
@@ -66,8 +66,18 @@ class GeneratorHandle:
 
     @property
     def num_engines(self) -> int:
-        """Number of engines, one per data rank."""
-        return self._group.mesh.shape.world
+        """Number of engines that are there now."""
+        return len(self._group.ranks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the engines that are there now."""
+        return self._group.ranks
+
+    @property
+    def workers(self) -> tuple[WorkerId, ...]:
+        """Their workers."""
+        return self._group.workers
 
     def streaming(self, plan: SamplingPlan) -> AbstractAsyncContextManager[EpisodeStream]:
         """Streams of all engines."""
@@ -77,9 +87,15 @@ class GeneratorHandle:
         """Raises the error: who has its weights replaces it, or the run goes back to its last committed step."""
         raise lost.error
 
-    async def lanes(self) -> tuple[int, ...]:
-        """Number of sequences that each engine generates at the same time."""
-        return tuple(answer.value for answer in await self._group.call_all(Generator.lanes))
+    async def lanes(self) -> Mapping[int, int]:
+        """By rank: number of sequences that an engine generates at the same time."""
+        ranks = self._group.ranks
+        answers = await self._group.call_all(Generator.lanes)
+        return {rank: answer.value for rank, answer in zip(ranks, answers, strict=True)}
+
+    async def lanes_of(self, rank: int) -> int:
+        """Like `lanes`, for one engine: the others may be busy."""
+        return (await self._group.call_one(rank, Generator.lanes)).value
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[asyncio.Task[tuple[CallResult[tuple[Metric, ...]], ...]]]:
@@ -89,7 +105,7 @@ class GeneratorHandle:
         try:
             yield serving
         finally:
-            await asyncio.gather(*(self._stop_serving(rank) for rank in range(self.num_engines)))
+            await asyncio.gather(*(self._stop_serving(rank) for rank in self.ranks))
             await serving
 
     async def _stop_serving(self, rank: int) -> None:
@@ -129,9 +145,11 @@ class GeneratorHandle:
         """Sets the residency on all ranks."""
         await self._group.call_all(Generator.hold, residency)
 
-    async def usage(self) -> tuple[GeneratorUsage | None, ...]:
-        """What each generator does and has done; None: it is being replaced."""
-        return tuple(await asyncio.gather(*(self._usage(rank) for rank in range(self.num_engines))))
+    async def usage(self) -> Mapping[WorkerId, GeneratorUsage]:
+        """What each generator does and has done; those that are dead are left out."""
+        workers, ranks = self.workers, self.ranks
+        usages = await asyncio.gather(*(self._usage(rank) for rank in ranks))
+        return {worker: usage for worker, usage in zip(workers, usages, strict=True) if usage is not None}
 
     async def _usage(self, rank: int) -> GeneratorUsage | None:
         with suppress(WorkerDiedError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -56,9 +56,10 @@ class RunnerHandle:
         """Whether the runners ask generators on the learner's devices too."""
         await self._group.control_all(EpisodeRunner.use_lent, are_lent)
 
-    async def lanes(self) -> tuple[int, ...]:
-        """Number of episodes that each runner plays at the same time."""
-        return tuple(answer.value for answer in await self._group.call_all(EpisodeRunner.lanes))
+    async def lanes(self) -> Mapping[int, int]:
+        """By rank: number of episodes that a runner plays at the same time."""
+        answers = await self._group.call_all(EpisodeRunner.lanes)
+        return {rank: answer.value for rank, answer in zip(self._group.ranks, answers, strict=True)}
 
     async def replace(self, stream: EpisodeStream, lost: Lost) -> None:
         """Starts another runner. Its unfinished requests to generators are cancelled."""

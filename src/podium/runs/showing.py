@@ -12,7 +12,7 @@ from podium.errors import RunFolderError
 from podium.observe import read_metrics
 from podium.observe.console import aligned
 from podium.observe.formats import duration, table, three_digits
-from podium.runs.events import recoveries
+from podium.runs.events import membership_changes, recoveries
 from podium.runs.folder import RunFolder, is_pipeline_folder
 from podium.runs.lineage import inputs_of, read_note, short
 from podium.runs.pipeline_folder import PipelineFolder
@@ -47,6 +47,7 @@ def _run_lines(run: RunFolder) -> list[str]:
         *_changed_data_lines(lineage),
         *_overlap_lines(run),
         *_recovery_lines(run),
+        *_membership_lines(run),
         *_heldout_lines(run),
         f"checkpoints: {_checkpoints(run)}",
         *_next_lines(run, standing),
@@ -255,3 +256,14 @@ def _metrics(run: RunFolder) -> Sequence[Any]:
         return read_metrics(run.metrics_file) if run.metrics_file.is_file() else ()
     except RunFolderError:
         return ()
+
+
+def _membership_lines(run: RunFolder) -> Iterator[str]:
+    """Generators that joined and left while the run went on."""
+    changes = list(membership_changes(run.path))
+    if changes:
+        joined, last = sum(each.change == "joined" for each in changes), changes[-1]
+        yield (
+            f"generators: {joined} joined, {len(changes) - joined} left; {last.generators} after the last change, at "
+            f"step {last.step}: {last.generator} has {last.change} ({last.cause})"
+        )

@@ -28,7 +28,7 @@ from podium.cluster import (
     open_ray,
 )
 from podium.cluster.blocking import in_thread, run_to_end
-from podium.cluster.worker_pool import Timeouts
+from podium.cluster.member import Timeouts
 from podium.errors import LaunchError, PlacementError, PodiumError, ProgramRaisedError, RoleError, WorkerDiedError
 from podium.observe import Console
 from podium.observe.console import PlainConsole

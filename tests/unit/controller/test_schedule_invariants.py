@@ -24,6 +24,7 @@ from podium.controller.scheduling import (
     Void,
     WeightsInstalled,
     WorkerJoined,
+    WorkerLeaving,
 )
 from podium.errors import InvariantError
 
@@ -58,6 +59,7 @@ def random_world(seed: int, *, lends: bool = False) -> World:
     stop_after = rng.choice([None, None, rng.randint(1, settings.steps)])
     costs.switch_s = rng.choice([0.0, 0.1, 2.0]) if lends else 0.0
     learner_lanes = tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 3))) if lends else ()
+    costs.leave_every_s, costs.grace_s = rng.choice([0.0, 0.0, 3.0]), rng.choice([0.0, 0.5, 5.0])
     return world_of(settings, costs, lanes, stop_after=stop_after, learner_lanes=learner_lanes)
 
 
@@ -202,6 +204,15 @@ class _StartsWithLentDevices(GroupScheduler):
         self._lending.state = state
 
 
+class _GivesToThoseWhoLeave(GroupScheduler):
+    """Admits further groups to a worker that leaves."""
+
+    def _retire(self, event: WorkerLeaving) -> Iterator[Action]:
+        yield from super()._retire(event)
+        if event.worker in self._workers:
+            self._workers[event.worker].is_leaving = False
+
+
 class _TakesBackWhatEnded(GroupScheduler):
     """Lets episodes run again that have ended already."""
 
@@ -236,6 +247,7 @@ def _world(settings: ScheduleSettings, scheduler: type[GroupScheduler], seed: in
         ("synchronous at staleness 0", _RunsAhead, replace(ASYNC, staleness=0), {}),
         ("acknowledged weights", _StartsWithLentDevices, replace(ASYNC, lends=True), {"switch_s": 0.01}),
         ("conservation", _TakesBackWhatEnded, replace(ASYNC, lends=True), {}),
+        ("conservation", _GivesToThoseWhoLeave, ASYNC, {"leave_every_s": 1.0, "grace_s": 3.0}),
     ],
 )
 def test_a_scheduler_that_breaks_an_invariant_is_caught(

@@ -16,10 +16,13 @@ from podium.controller.scheduling import (
     Admit,
     EndRun,
     EpisodeEnded,
+    EpisodesReturned,
     Event,
     GradeGroup,
     GroupGraded,
     Publish,
+    Retire,
+    ReturnedEpisode,
     ScheduleSettings,
     StartStep,
     StepCommitted,
@@ -28,6 +31,8 @@ from podium.controller.scheduling import (
     Void,
     WeightsInstalled,
     WorkerJoined,
+    WorkerLeaving,
+    WorkerLeft,
     WorkerLost,
 )
 
@@ -153,6 +158,35 @@ def test_a_lost_workers_episodes_run_elsewhere_and_ended_ones_are_kept() -> None
     assert told(WorkerJoined(worker="b", lanes=2, version=0)) == [Admit(group=0, attempt=1, samples=(0,), worker="b")]
     assert told.ends(0, 0) == []  # what the lost worker sent arrives late
     assert told.ends(0, 0, attempt=1, worker="b") == [GradeGroup(group=0)]
+
+
+def test_a_worker_that_leaves_gets_nothing_more_and_its_episodes_continue_elsewhere() -> None:
+    told = Told(ScheduleSettings(steps=2, groups_per_step=3, samples=1))
+    for worker in "ab":
+        told(WorkerJoined(worker=worker, lanes=4, version=0))
+    assert _admitted(told(StepRequested())) == [(0, "a"), (1, "b"), (2, "a")]
+    assert told(WorkerLeaving(worker="a")) == [Retire(worker="a")]
+    assert told(WorkerLeaving(worker="a")) == []
+    back = [
+        ReturnedEpisode(group=0, attempt=0, sample=0, oldest=0, newest=0),
+        ReturnedEpisode(group=2, attempt=0, sample=0, oldest=-1, newest=-1),
+    ]
+    moved = told(EpisodesReturned(worker="a", episodes=tuple(back)))
+    assert _admitted(moved) == [(0, "b"), (2, "b")]
+    assert {action.attempt for action in moved if isinstance(action, Admit)} == {0}  # it keeps its tokens
+    assert told(WorkerLeft(worker="a")) == []
+    assert told.trains(0, 1, 2, worker="b") == [StartStep(step=1, groups=(0, 1, 2), voided=())]
+
+
+def test_when_the_last_worker_has_left_its_episodes_wait_for_one_that_joins() -> None:
+    told = Told(ScheduleSettings(steps=1, groups_per_step=1, samples=1))
+    told(WorkerJoined(worker="a", lanes=1, version=0))
+    assert _admitted(told(StepRequested())) == [(0, "a")]
+    told(WorkerLeaving(worker="a"))
+    back = ReturnedEpisode(group=0, attempt=0, sample=0, oldest=0, newest=0)
+    assert told(EpisodesReturned(worker="a", episodes=(back,))) == []
+    assert told(WorkerLeft(worker="a")) == []
+    assert _admitted(told(WorkerJoined(worker="b", lanes=1, version=0))) == [(0, "b")]
 
 
 def test_dynamic_sampling_replaces_uniform_groups_as_they_come() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.simulated_faults import LAYOUTS, CalmRuns, Case, Schedule, fault_recipe, run_with
+from helpers.simulated_faults import FAULT_COSTS, LAYOUTS, CalmRuns, Case, Schedule, fault_recipe, run_with
 from podium.cluster.simulated_faults import SimulatedDeath, SimulatedDelay, SimulatedLoss, SimulatedSilence
 from podium.controller.simulation.costs import SimulatedSlowness
 from podium.controller.simulation.faults import SimulatedFault, SimulatedStop, random_faults, shortest
@@ -71,12 +71,13 @@ def test_deaths_in_a_row_are_survived_up_to_the_limit(tmp_path: Path, calm_runs:
 def test_a_generator_that_dies_is_replaced_and_nothing_goes_back(tmp_path: Path, calm_runs: CalmRuns) -> None:
     _, calm = calm_runs.of(Case(layout="split", staleness=0))
     # The new weights are there after 0.25 s; then the generators have the step's first episodes.
-    death = SimulatedDeath(at_s=calm.committed_s[1] + 0.5, pool="rollout", slot=1)
+    death = SimulatedDeath(at_s=calm.committed_s[0] + 0.5, pool="rollout", slot=1)
 
     run = run_with(fault_recipe(tmp_path / "killed", "split", 0), [death])
 
     (recovery,) = recoveries(run.result.folder)
-    assert (recovery.part, recovery.remedy, recovery.step) == ("generator", "respawn", 2)
+    assert (recovery.part, recovery.remedy) == ("generator", "respawn")
+    assert recovery.seconds >= FAULT_COSTS.start_s
     assert run.weights == calm.weights
 
 
@@ -197,7 +198,10 @@ def test_a_worker_that_hangs_while_it_replaces_another_is_replaced_too(calm_runs
 
     run = calm_runs.with_faults(case, [death, silence])
 
-    assert run.ended_s > calm.ended_s + 100.0  # the deadline is 120 s
+    if pool == "rollout":
+        assert run.ended_s < calm.ended_s + 10.0  # the other generator does the work
+    else:
+        assert run.ended_s > calm.ended_s + 100.0  # the deadline is 120 s
 
 
 def test_a_learner_that_dies_while_a_generator_is_replaced_is_no_death_of_a_generator(calm_runs: CalmRuns) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from helpers.simulated_runs import COSTS, groups_by_step, metrics_by_step, simulated, simulated_recipe
-from podium.controller.group_flow import schedule_settings
 from podium.controller.layout import num_learners
+from podium.controller.open_groups import schedule_settings
 from podium.controller.simulation.costs import CostModel, DeviceLayout, GenerationCost, LogNormal, UpdateCost
 from podium.controller.simulation.run import simulate
 from podium.errors import ClusterError

@@ -111,8 +111,8 @@ def test_a_generator_that_stamps_another_version_ends_the_run(tmp_path: Path) ->
 
 
 def test_a_worker_is_given_a_quarter_more_than_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def lanes(self: FakeGenerator) -> tuple[int, ...]:
-        return (4,)
+    async def lanes(self: FakeGenerator) -> dict[int, int]:
+        return {0: 4}
 
     monkeypatch.setattr(FakeGenerator, "lanes", lanes)
     trial = Trial(tmp_path, "steps=1")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.recipes import make_recipe
-from podium.runs.events import EVENTS_FILE, append_recovery, recoveries
+from podium.runs.events import EVENTS_FILE, append_membership, append_recovery, membership_changes, recoveries
 from podium.runs.folder import RunFolder
 from podium.runs.showing import show_lines
 
@@ -62,8 +62,22 @@ def test_recoveries_are_counted(folder: RunFolder) -> None:
     )
 
 
+def test_generators_that_joined_and_left_are_counted(folder: RunFolder) -> None:
+    for change, name, generators in (("joined", "rollout[2]@b/cpu#0", 3), ("left", "rollout[0]", 2)):
+        append_membership(
+            folder.path, change=change, generator=name, cause="it got SIGTERM", step=4, generators=generators
+        )
+
+    assert line(folder, "generators") == (
+        "generators: 1 joined, 1 left; 2 after the last change, at step 4: rollout[0] has left (it got SIGTERM)"
+    )
+    assert [each.change for each in membership_changes(folder.path)] == ["joined", "left"]
+    assert list(recoveries(folder.path)) == []
+
+
 def test_a_run_that_nobody_disturbed_has_no_such_line(folder: RunFolder) -> None:
-    assert not [each for each in show_lines(folder.path) if each.startswith("recoveries")]
+    names = ("recoveries", "generators")
+    assert not [each for each in show_lines(folder.path) if each.startswith(names)]
 
 
 def test_a_line_that_was_cut_is_left_out(folder: RunFolder) -> None:

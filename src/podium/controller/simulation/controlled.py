@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from podium.cluster import Layout, open_simulated, run_virtual
-from podium.cluster.worker_pool import Timeouts
+from podium.cluster import Layout, Resources, open_simulated, run_virtual
+from podium.cluster.member import Timeouts
+from podium.cluster.simulated_faults import GENERATOR_SLOT
 from podium.controller.assembly import read_inputs, result_of
 from podium.controller.drive import ControlledProgram, StepChoice
 from podium.controller.healing import Assembled, run_program
-from podium.controller.layout import layout_of, role_names
+from podium.controller.layout import ROLLOUT, layout_of, role_names
 from podium.controller.recovery import RecoveryPlan
 from podium.controller.simulation.costs import CostModel, RunCosts, SimulatedSlowness
 from podium.controller.simulation.faults import SimulatedFault, SimulatedStop
@@ -82,13 +83,15 @@ async def _run(
     layout = layout_of(recipe, folder, device="cpu", resume_step=resume_step, names=names)
     watch, placement = Stopwatch(loop.time), recipe.placement
     timeouts = Timeouts(beat_s=_BEAT_S, heartbeat_timeout_s=placement.heartbeat_timeout_s)
-    of_workers = [each for each in faults if not isinstance(each, SimulatedSlowness | SimulatedStop)]
+    of_cluster = [each for each in faults if not isinstance(each, SimulatedSlowness | SimulatedStop)]
     for fault in faults:
         if isinstance(fault, SimulatedStop):
             loop.call_at(fault.at_s, folder.stop_file.touch)
-    async with open_simulated(of_workers, start_s=costs.model.start_s) as cluster:
+    layout = simulated_layout(layout, costs)
+    num_nodes = sum(pool.num_first for pool in layout.pools if pool.name == ROLLOUT)
+    async with open_simulated(of_cluster, start_s=costs.model.start_s, num_nodes=num_nodes) as cluster:
         with watch.span("start-up"):
-            workers = await cluster.start(simulated_layout(layout, costs), timeouts, deadline_s=_FOREVER_S)
+            workers = await cluster.start(layout, timeouts, deadline_s=_FOREVER_S)
         assembled = Assembled(
             program=program, inputs=inputs, names=names, cluster=cluster, workers=workers, console=console, watch=watch
         )
@@ -101,7 +104,8 @@ async def _run(
 
 
 def simulated_layout(layout: Layout, costs: RunCosts) -> Layout:
-    """The same pools and roles, each role simulated. Raises a ClusterError for a role that is not simulated."""
+    """The same pools and roles, each role simulated, and each generator apart on a node of its own. Raises a
+    ClusterError for a role that is not simulated."""
     unknown = [role.name for role in layout.roles if role.kind not in _SIMULATED]
     if unknown:
         raise ClusterError(
@@ -113,7 +117,9 @@ def simulated_layout(layout: Layout, costs: RunCosts) -> Layout:
         kind = _SIMULATED[role.kind]
         place = f"{kind.__module__}:{kind.__qualname__}"
         roles.append(replace(role, implementation=place, arguments=(*role.arguments, costs)))
-    return replace(layout, roles=tuple(roles))
+    apart = Resources(cpus=0.9, custom={GENERATOR_SLOT: 1.0})
+    pools = [replace(pool, each=apart) if pool.name == ROLLOUT else pool for pool in layout.pools]
+    return replace(layout, pools=tuple(pools), roles=tuple(roles))
 
 
 class EstimatedTokenizer(PromptTokenizer):

@@ -9,9 +9,14 @@ from dataclasses import dataclass
 from random import Random
 
 from podium.cluster.simulated_faults import (
+    NodeFault,
     SimulatedDeath,
     SimulatedDelay,
+    SimulatedDrain,
+    SimulatedJoin,
     SimulatedLoss,
+    SimulatedNodeLoss,
+    SimulatedNotice,
     SimulatedSilence,
     WorkerFault,
 )
@@ -27,8 +32,8 @@ class SimulatedStop:
     at_s: float
 
 
-SimulatedFault = WorkerFault | SimulatedSlowness | SimulatedStop
-"""What can happen in a simulated run. Workers that join are those that replace dead ones."""
+SimulatedFault = WorkerFault | NodeFault | SimulatedSlowness | SimulatedStop
+"""What can happen in a simulated run."""
 
 _KINDS: tuple[type[SimulatedFault], ...] = (
     SimulatedDeath, SimulatedSilence, SimulatedDelay, SimulatedLoss, SimulatedSlowness, SimulatedStop,
@@ -38,17 +43,20 @@ _KINDS: tuple[type[SimulatedFault], ...] = (
 def random_faults(
     recipe: OnPolicyRecipe, *, begin_s: float = 0.0, end_s: float, most: int, seed: int
 ) -> tuple[SimulatedFault, ...]:
-    """Up to `most` faults of all kinds between these times of a run, for learners, generators and graders. Half of the
-    silences are shorter than the heartbeat timeout. Some faults follow the one before them closely, so that they come
-    during its recovery."""
+    """Up to `most` faults of all kinds between these times of a run, for learners, generators and graders, and for the
+    nodes of generators that are apart. Half of the silences are shorter than the heartbeat timeout. Some faults follow
+    the one before them closely, so that they come during its recovery."""
     rng = Random(seed)
     slots = _slots(recipe)
-    pools = sorted({pool for pool, _ in slots})
+    pools, num_nodes = sorted({pool for pool, _ in slots}), sum(pool == ROLLOUT for pool, _ in slots)
     faults: list[SimulatedFault] = []
     at_s = 0.0
     for _ in range(rng.randint(1, most)):
         follows = bool(faults) and rng.random() < 0.3
         at_s = at_s + rng.uniform(0.0, 5.0) if follows else rng.uniform(begin_s, end_s)
+        if num_nodes and rng.random() < 0.3:
+            faults.append(_random_change(rng, at_s, rng.randrange(num_nodes)))
+            continue
         pool = rng.choice(pools)
         _, slot = rng.choice([each for each in slots if each[0] == pool])
         faults.append(_random_fault(rng, recipe, at_s, pool, slot))
@@ -81,6 +89,20 @@ def _random_fault(rng: Random, recipe: OnPolicyRecipe, at_s: float, pool: str, s
     if kind is SimulatedStop:
         return SimulatedStop(at_s=at_s)
     return SimulatedDeath(at_s=at_s, pool=pool, slot=slot)
+
+
+def _random_change(rng: Random, at_s: float, number: int) -> SimulatedFault:
+    """A generator leaves, or a node with one is drained or dies or joins."""
+    grace_s, seconds = rng.choice((0.1, 2.0, 30.0)), rng.choice((0.0, 5.0, 30.0, 200.0))
+    match rng.randrange(4):
+        case 0:
+            return SimulatedNotice(at_s=at_s, pool=ROLLOUT, slot=number, grace_s=grace_s)
+        case 1:
+            return SimulatedNodeLoss(at_s=at_s, node=number, seconds=seconds)
+        case 2:
+            return SimulatedDrain(at_s=at_s, node=number, grace_s=grace_s, seconds=seconds)
+        case _:
+            return SimulatedJoin(at_s=at_s)
 
 
 def shortest(

@@ -34,6 +34,7 @@ from podium.controller.scheduling import (
     Lend,
     Publish,
     Recall,
+    Retire,
     ReturnedEpisode,
     ScheduleSettings,
     StartStep,
@@ -173,6 +174,11 @@ class _Simulation:
                 self._recall()
             case GiveBack():
                 self._give_back(self._generators[action.worker], set(action.episodes))
+            case Retire():
+                generator = self._generators.pop(action.worker)
+                self._give_back(generator, None)
+                self._meter.count(generator, -1)
+                self._tell(WorkerLeft(worker=generator.name))
             case other:
                 assert_never(other)
 
