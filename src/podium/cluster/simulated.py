@@ -13,7 +13,7 @@ from typing import Any, TypeVar, assert_never
 
 from podium.cluster.host import RoleHost
 from podium.cluster.layout import Pool
-from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
+from podium.cluster.messages import Attached, Beat, Call, Handshake, Invoke, Reply, Whereabouts
 from podium.cluster.objects import InlineStored, Stored
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.simulated_faults import (
@@ -23,7 +23,7 @@ from podium.cluster.simulated_faults import (
     SimulatedSilence,
     WorkerFault,
 )
-from podium.cluster.transport import BundlePlace, ByReference, GoneError
+from podium.cluster.transport import BundlePlace, ByReference, GoneError, LeftBehind
 from podium.errors import ClusterError
 
 Value = TypeVar("Value")
@@ -76,6 +76,10 @@ class SimulatedTransport:
         process = SimulatedProcess(start_s=self._start_s, sends_beats=self.can_be_silent)
         self._processes[pool.name, slot] = process
         return process
+
+    async def left_behind(self, pools: Sequence[Pool]) -> LeftBehind:
+        """Nothing: a simulation has one controller."""
+        return LeftBehind()
 
     async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
         """None: answers are awaited one by one."""
@@ -198,6 +202,14 @@ class SimulatedProcess:
             return reply
 
         return self._started(run)
+
+    def attach(self) -> Awaitable[Attached]:
+        """Takes over the worker from another controller."""
+
+        async def attach() -> Attached:
+            return self._host.attach()
+
+        return self._started(attach)
 
     def where(self) -> Awaitable[Whereabouts]:
         """Where the worker is now."""

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from podium.cluster.fanout import Pending, gather_answers
 from podium.cluster.hangs import Hang, stuck_workers
 from podium.cluster.health import Died, WhereReport, WorkerHealth, worker_health
 from podium.cluster.host import parameters_of
-from podium.cluster.identity import WorkerId
+from podium.cluster.identity import WorkerId, process_name
 from podium.cluster.layout import Layout, Pool, public_methods
 from podium.cluster.messages import Beat, Build, Call, Handshake, Import, Join, OpenMeeting, Reply, Settle, Whereabouts
 from podium.cluster.placement import Bundle, NodeState, bundles_of
@@ -90,6 +90,7 @@ class WorkerPool:
         self._places: list[BundlePlace] = []
         self._members: dict[int, Member] = {}
         self._incarnations: dict[int, int] = {}
+        self._serial = 0
         self._ends_hung = False  # whether that is under way
         self.unfinished: set[int] = set()  # slots whose new worker has no links or no state yet
 
@@ -127,6 +128,23 @@ class WorkerPool:
         if member.died is not None:
             raise WorkerDiedError(f"{member.died}. Replace it with `workers.recover({self.pool.name!r})`.")
         return member
+
+    def next_serial(self) -> int:
+        """The number of the next call to all workers of a role."""
+        self._serial += 1
+        return self._serial
+
+    def enlist(self, worker: WorkerId, process: Process) -> None:
+        """Takes a worker that has started into its slot, and watches it."""
+        member = Member(slot=worker.index, worker=worker, process=process)
+        self._members[worker.index], self._incarnations[worker.index] = member, worker.incarnation
+        member.watcher = asyncio.create_task(self._watch(member), name=f"watch {worker}")
+
+    def take_over(self, places: Sequence[BundlePlace], incarnations: Mapping[int, int]) -> None:
+        """Takes the places of a pool that another controller has started, and goes on with the incarnations of its
+        slots."""
+        self._places += places
+        self._incarnations |= incarnations
 
     async def start(self, deadline: Deadline) -> None:
         """Places, starts, joins and builds the whole pool. A failure leaves nothing running."""
@@ -260,7 +278,7 @@ class WorkerPool:
             async with asyncio.timeout(limit.left_s):
                 for slot in slots:
                     self._incarnations[slot] = self._incarnations.get(slot, -1) + 1
-                    name = f"{self.pool.name}[{slot}]#{self._incarnations[slot]}"
+                    name = process_name(self.pool.name, slot, self._incarnations[slot])
                     processes[slot] = await self._transport.spawn(self.pool, slot, places[slot], name)
             handshakes = await self._handshakes(processes, began_s, limit)
         except BaseException as error:
@@ -273,9 +291,7 @@ class WorkerPool:
             raise
         for slot, handshake in handshakes.items():
             worker = WorkerId(self.pool.name, slot, handshake.node, handshake.device, self._incarnations[slot])
-            member = Member(slot=slot, worker=worker, process=processes[slot])
-            self._members[slot] = member
-            member.watcher = asyncio.create_task(self._watch(member), name=f"watch {worker}")
+            self.enlist(worker, processes[slot])
         await self._settle(slots, limit)
         await self._import(slots, limit)
         if self.meets:

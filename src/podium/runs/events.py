@@ -20,7 +20,7 @@ class Recovery:
 
     part: str  # what died: grader, runner, generator, learner, controller, rank
     cause: str
-    remedy: str  # what was done: retry, respawn, rewind, restart
+    remedy: str  # what was done: retry, respawn, rewind, restart, attach
     step: int  # committed when the run went on
     seconds: float  # until then
     time_s: float  # when it went on, since 1970
