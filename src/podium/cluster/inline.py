@@ -63,7 +63,7 @@ class InlineTransport:
 
     def release(self, place: BundlePlace) -> None:
         """Forgets the place."""
-        self._places.remove(place)
+        self._places = [each for each in self._places if each is not place]
 
     async def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> InlineProcess:
         """Starts a worker in threads of this process."""

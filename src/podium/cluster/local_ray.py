@@ -148,6 +148,7 @@ class LocalRay:
 
     def _take_over(self, ray: KeptRay) -> None:
         """Knows the processes of a cluster that another process has started."""
+        self._guard.tell("outlives")
         if ray.folder is not None:
             self._guard.tell(f"folder {ray.folder}")
         for each in ray.processes:

@@ -12,7 +12,8 @@ import ray
 from ray.util.placement_group import get_placement_group, placement_group_table
 
 from podium.cluster.placement import Bundle, NodeState
-from podium.cluster.ray_compat import NAMESPACE
+from podium.cluster.processes import ProcessInfo, look
+from podium.cluster.ray_compat import NAMESPACE, actor_pids
 from podium.cluster.transport import BundlePlace
 
 # Names are unique, also while an earlier owner of a name is still being ended.
@@ -29,13 +30,16 @@ def place_options(bundle: Bundle) -> Mapping[str, Any]:
     return {"name": _unique(_place_name(bundle)), "lifetime": "detached"}
 
 
-def kept_actors() -> Mapping[str, Any]:
-    """Actors that live, by the names that they were given."""
-    actors: dict[str, Any] = {}
+def kept_actors() -> Mapping[str, tuple[Any, ProcessInfo | None]]:
+    """Actors that live and their processes, by the names that they were given."""
+    actors: dict[str, tuple[Any, ProcessInfo | None]] = {}
+    pids = actor_pids()
     for each in ray.util.list_named_actors(all_namespaces=True):
+        name = each["name"]
         if each["namespace"] == NAMESPACE:
             with contextlib.suppress(ValueError):  # it has died meanwhile
-                actors[each["name"].rpartition(_SEPARATOR)[0]] = ray.get_actor(each["name"], NAMESPACE)
+                process = look(pids[name]) if name in pids else None
+                actors[name.rpartition(_SEPARATOR)[0]] = ray.get_actor(name, NAMESPACE), process
     return actors
 
 

@@ -217,13 +217,14 @@ class RayTransport:
             self._local.starting.add(actor)
         return self._process(actor, place.node.id)
 
-    def _process(self, actor: Any, node: str) -> RayProcess:
+    def _process(self, actor: Any, node: str, info: ProcessInfo | None = None) -> RayProcess:
         return RayProcess(
             actor,
             suspect_node=lambda: self._suspects.add(node),
             came_up=self._came_up,
             kill=self._kill,
             is_here=node == self._node,
+            info=info,
         )
 
     async def left_behind(self, pools: Sequence[Pool]) -> LeftBehind:
@@ -232,7 +233,7 @@ class RayTransport:
             return LeftBehind()
         actors, nodes = await in_thread(kept_actors), await in_thread(self.nodes)
         places = await in_thread(kept_places, [bundle for pool in pools for bundle in bundles_of(pool)], nodes)
-        processes = {name: self._process(actor, self._node) for name, actor in actors.items()}
+        processes = {name: self._process(actor, self._node, info) for name, (actor, info) in actors.items()}
         return LeftBehind(processes=processes, places=places)
 
     def _came_up(self, actor: Any, process: ProcessInfo | None) -> None:
@@ -287,11 +288,12 @@ class RayProcess:
         came_up: Callable[[Any, ProcessInfo | None], None] = lambda actor, process: None,
         kill: Callable[[Any], None] = lambda actor: None,
         is_here: bool = False,
+        info: ProcessInfo | None = None,
     ) -> None:
-        """`is_here`: on this machine, where the kernel reports on it."""
+        """`is_here`: on this machine, where the kernel reports on it. `info`: its process, if that is known."""
         self._actor, self._suspect_node, self._is_here = actor, suspect_node, is_here
         self._came_up, self._kill = came_up, kill
-        self._info: ProcessInfo | None = None
+        self._info = info
 
     @property
     def actor(self) -> Any:
