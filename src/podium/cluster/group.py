@@ -135,7 +135,7 @@ class RoleGroup(Generic[RoleT]):
         pending: list[Pending] = []
         rows: list[Stored[Any]] = []
         members = [worker_pool.member(worker) for worker in self.workers]
-        serial = worker_pool.next_serial()
+        serial = next(worker_pool.serials)
         with sending(pending, f"{self._role}.{name}", worker_pool):
             for member, shard in zip(members, shards, strict=True):
                 order = Invoke(member.worker, self._role, name, "rows", serial)
@@ -245,7 +245,7 @@ class RoleGroup(Generic[RoleT]):
             args = tuple(self._shared(value) for value in args)
             kwargs = {key: self._shared(value) for key, value in kwargs.items()}
         pending: list[Pending] = []
-        serial = worker_pool.next_serial() if len(members) > 1 and not control else 0
+        serial = next(worker_pool.serials) if len(members) > 1 and not control else 0
         with sending(pending, f"{self._role}.{name}", worker_pool):
             for member in members:
                 order = Invoke(member.worker, self._role, name, "value", serial)

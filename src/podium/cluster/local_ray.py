@@ -190,6 +190,8 @@ class LocalRay:
         if self._fork_server is not None:
             self._fork_server.end()
         self._guard.end()
+        if self._supervisor is not None:
+            os.close(self._supervisor)
         if closing.is_alive() or not self._initialized.is_set() or is_any_left():
             import ray
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -90,7 +91,7 @@ class WorkerPool:
         self._places: list[BundlePlace] = []
         self._members: dict[int, Member] = {}
         self._incarnations: dict[int, int] = {}
-        self._serial = 0
+        self.serials = itertools.count(1)  # of calls to all workers of a role
         self._ends_hung = False  # whether that is under way
         self.unfinished: set[int] = set()  # slots whose new worker has no links or no state yet
 
@@ -129,11 +130,6 @@ class WorkerPool:
             raise WorkerDiedError(f"{member.died}. Replace it with `workers.recover({self.pool.name!r})`.")
         return member
 
-    def next_serial(self) -> int:
-        """The number of the next call to all workers of a role."""
-        self._serial += 1
-        return self._serial
-
     def enlist(self, worker: WorkerId, process: Process) -> None:
         """Takes a worker that has started into its slot, and watches it."""
         member = Member(slot=worker.index, worker=worker, process=process)
@@ -141,8 +137,7 @@ class WorkerPool:
         member.watcher = asyncio.create_task(self._watch(member), name=f"watch {worker}")
 
     def take_over(self, places: Sequence[BundlePlace], incarnations: Mapping[int, int]) -> None:
-        """Takes the places of a pool that another controller has started, and goes on with the incarnations of its
-        slots."""
+        """Goes on with the places and the incarnations of a pool that another controller has started."""
         self._places += places
         self._incarnations |= incarnations
 
