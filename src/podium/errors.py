@@ -106,6 +106,11 @@ class StartTimeoutError(WorkerDiedError, DeadlineError):
     at the start of a run nothing has worked before, and it ends."""
 
 
+class AttachError(ClusterError):
+    """A new controller cannot go on with the Ray and the workers of the one that died: they have to be started
+    again."""
+
+
 class ResultError(ClusterError):
     """Answers do not add up: names the missing, foreign or repeated trajectories and the workers."""
 

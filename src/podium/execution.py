@@ -147,8 +147,9 @@ def _control_again(prepared: Prepared, recipe: OnPolicyRecipe, folder: RunFolder
     from podium.controller.start_up import early_start
 
     _tell_supervisor(recipe, folder)
+    predecessor = predecessor_of(folder.path)
     console = open_run_console(rank=0, log_every=recipe.run.log_every)
-    with early_start(recipe, console) as start_up:
+    with early_start(recipe, console, None if predecessor is None else predecessor.ray) as start_up:
         return _control(prepared, recipe, folder, resume_step=step, start_up=start_up)
 
 

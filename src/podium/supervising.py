@@ -3,13 +3,15 @@
 
 `podium train` and `podium resume` of a recipe with a controller run in a child process. Its parent, the supervisor,
 does nothing but wait, so that little can happen to it. The child tells it when the run begins, and from then on it is
-started again. When the supervisor is killed, the kernel ends the child, and with it the run."""
+started again. Ray and the workers of a child that was killed stay, and the next child attaches to them. When the
+supervisor is killed, the kernel ends the child, and with it the run."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from podium.controller.recovery import Abort, Death, RecoveryPlan
-from podium.environments.supervisor import adopt_orphans, end_all, end_like, reaped, signal_with_end_of
+from podium.environments.supervisor import adopt_orphans, descendants, end_all, end_like, reaped, signal_with_end_of
 from podium.errors import RecipeError
 from podium.observe.console import PlainConsole
 from podium.observe.recording import RecordedConsole
@@ -27,7 +29,7 @@ from podium.recipe.loading import read_values
 from podium.recipe.programs import recipe_class
 from podium.runs.folder import is_pipeline_folder
 from podium.runs.host_memory import forget_memory, keep_memory
-from podium.runs.supervised import SUPERVISION, Predecessor, SupervisedRun, Supervision
+from podium.runs.supervised import GUARD, SUPERVISION, KeptRay, Predecessor, SupervisedRun, Supervision
 from podium.spmd.launch import place_under_torchrun
 
 _VERBS = ("train", "resume")
@@ -94,12 +96,15 @@ class _Watch:
         self._run: SupervisedRun | None = None
         self._plan = RecoveryPlan(0)
         self._memory: TextIO | None = None
+        self._ray: KeptRay | None = None  # of the last child: it stays if that one dies
+        self._folders: set[str] = set()  # of all children
         self._is_recorded = self._goes_on = False
         self._begin()
 
     def _begin(self) -> None:
         """Before the next child."""
-        self._asked: str | None = None  # why the child wants to be started again
+        self._asked: str | None = None  # why the child is started again, unless it died
+        self._is_death = True
         self._is_ending = False
         self._pending = b""  # a part of a message
         self._stopped_s = 0.0
@@ -124,13 +129,18 @@ class _Watch:
         cause = self._cause(code)
         if cause is None or self._run is None:
             self._end(code)
-        self.predecessor = Predecessor(cause=cause, ended_s=time.monotonic())
+        ended_s = time.monotonic()
         self._goes_on = self._is_recorded and (self._run.folder / "run.json").is_file()
-        _end_family(child)
+        is_kept = self._goes_on and self._ray is not None and _lives(self._ray)
+        self.predecessor = Predecessor(cause=cause, ended_s=ended_s, ray=self._ray if is_kept else None)
+        if self._ray is not None and is_kept:
+            _end_others(self._ray)
+        else:
+            self._end_family(child)
         console = RecordedConsole(PlainConsole(sys.stdout, log_every=1), log_every=1)
         if self._goes_on:
             console.record_in(self._run.folder / "console.log")
-        decision = self._plan.decide(Death(part="controller", cause=cause))
+        decision = self._plan.decide(Death(part="controller", cause=cause)) if self._is_death else None
         if isinstance(decision, Abort):
             console.warning(f"{cause} The run ends: {decision.reason}. Continue it with: podium resume {self._target}")
             self._end(code if code < 0 else _FAILED)
@@ -184,11 +194,15 @@ class _Watch:
                 self._plan.note_progress()
                 if self._memory is None and self._run is not None:
                     self._memory = keep_memory(self._run.folder)
+            case "ray":
+                self._ray = None if value is None else KeptRay.of(value)
+                if self._ray is not None and self._ray.folder is not None:
+                    self._folders.add(self._ray.folder)
             case "signal":
                 if self.shares_terminal:
                     self._to_hand_on = None
-            case "restart":
-                self._asked = value
+            case "restart" | "start_anew":
+                self._asked, self._is_death, self._ray = value, name == "restart", None
             case _:
                 raise AssertionError(name)
 
@@ -216,7 +230,20 @@ class _Watch:
             return self._asked
         return f"The controller was killed by {signal.Signals(-code).name}."
 
+    def _end_family(self, child: int) -> None:
+        """Returns when nothing is left of the processes of a child: they hold devices and memory."""
+        # The guard of a child whose Ray stays ends nothing as long as this process lives.
+        end_s = time.monotonic() + (0.0 if self._folders or self._ray is not None else _GUARD_S)
+        while reaped(child)[1] and time.monotonic() < end_s:
+            time.sleep(0.02)
+        end_all(child)
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        self._folders, self._ray = set(), None
+
     def _end(self, code: int) -> NoReturn:
+        if self._ray is not None:  # the child did not come to end it
+            self._end_family(0)
         self._forget_memory(self._run)
         end_like(code)
 
@@ -228,9 +255,21 @@ class _Watch:
             forget_memory(run.folder)
 
 
-def _end_family(child: int) -> None:
-    """Returns when nothing is left of the processes of a child: they hold devices and memory."""
-    end_s = time.monotonic() + _GUARD_S
-    while reaped(child)[1] and time.monotonic() < end_s:
-        time.sleep(0.02)
-    end_all(child)
+def _lives(ray: KeptRay) -> bool:
+    """Whether all of its processes live. Guards come and go."""
+    from podium.cluster.processes import look
+
+    found = [(each, look(each.pid)) for each in ray.processes if each.name != GUARD]
+    return all(now is not None and now.is_alive and now.started == each.started for each, now in found)
+
+
+def _end_others(ray: KeptRay) -> None:
+    """Ends what a dead child has left beside its Ray and its workers."""
+    from podium.cluster.processes import kill, look
+
+    roots = [each.pid for each in ray.processes]
+    kept = {*roots, *(pid for root in roots for pid in descendants(root))}
+    others = [look(pid) for pid in descendants(os.getpid()) if pid not in kept]
+    for each in others:
+        if each is not None:
+            kill(each)

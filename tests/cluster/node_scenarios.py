@@ -25,7 +25,7 @@ from helpers.clusters import next_death
 from helpers.processes import descendants, wait_until
 from helpers.roles import Batch, Counter, Request, Summer, ids
 from podium.cluster import Cluster, Layout, MeshShape, Pool, RayCluster, Resources, RoleSpec, Workers, open_ray
-from podium.cluster.worker_pool import Timeouts
+from podium.cluster.member import Timeouts
 from podium.data.trajectories import RowColumn, TrajectoryIds
 from podium.errors import ClusterError, PlacementError, StoreError, WorkerDiedError
 

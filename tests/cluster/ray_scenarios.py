@@ -18,7 +18,7 @@ from helpers.clusters import one_role
 from helpers.roles import Counter
 from podium.cluster import Layout, MeshShape, Pool, RayCluster, Resources, RoleSpec, WorkerContext, open_ray
 from podium.cluster.blocking import is_any_left
-from podium.cluster.worker_pool import Timeouts
+from podium.cluster.member import Timeouts
 from podium.errors import PodiumError
 
 LIMIT_S = 120.0

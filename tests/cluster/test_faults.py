@@ -19,7 +19,7 @@ from helpers.clusters import Opener, drain, eventually, in_cluster, next_death, 
 from helpers.processes import ray_workers
 from helpers.roles import Batch, Counter, DiesOnce, Request, Summer, ids
 from podium.cluster import Cluster, MeshShape, RoleGroup, Workers
-from podium.cluster.worker_pool import Timeouts
+from podium.cluster.member import Timeouts
 from podium.engine.meeting import MeetingServer, interface_of, join_default_group
 from podium.errors import ClusterError, DeadlineError, RendezvousError, RoleError, StoreError, WorkerDiedError
 

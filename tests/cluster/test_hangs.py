@@ -13,7 +13,7 @@ from helpers.roles import Counter, Request, Summer, ids
 from podium.cluster import Cluster, Workers, open_inline
 from podium.cluster.fanout import OverdueError
 from podium.cluster.hangs import Hang
-from podium.cluster.worker_pool import Timeouts
+from podium.cluster.member import Timeouts
 from podium.errors import WorkerDiedError
 
 WATCHED = Timeouts(beat_s=0.1, hang_s=2.0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controller of a run is killed, or Ray under it: a new controller goes on by itself, and the run ends with the
-weights, optimizer state, metrics and ledger of the run that nobody killed."""
+weights, optimizer state, metrics and ledger of the run that nobody killed. Ray and the workers outlive the
+controller."""
 
 from __future__ import annotations
 
@@ -46,6 +47,18 @@ def ray_process(name: str) -> Victim:
     return find
 
 
+def workers_of(command: int) -> set[int]:
+    """Process ids of Podium's workers."""
+    return {pid for pid in session_of(command) if command_of(pid).startswith(b"ray::Worker")}
+
+
+def token_of(command: int) -> str:
+    """Of the Ray of a run, as its raylet has it."""
+    raylet = ray_process("raylet")(command)
+    environment = Path(f"/proc/{raylet}/environ").read_bytes().split(b"\0")
+    return next(each for each in environment if each.startswith(b"RAY_AUTH_TOKEN=")).partition(b"=")[2].decode()
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deaths")
@@ -88,8 +101,10 @@ def disturbed(
     *,
     number: int = signal.SIGKILL,
     code: int = 0,
+    watch: Callable[[int], None] = lambda command: None,
 ) -> tuple[Path, str]:
-    """Runs the command and hits each victim after so many committed steps. Returns the run folder and what it said."""
+    """Runs the command and hits each victim after so many committed steps. `watch` is called before each hit, and when
+    a step was committed after the last. Returns the run folder and what it said."""
     name = values["run"]["name"]
     file, output, run = task / f"{name}.yaml", task / f"{name}.out", task / "runs" / name
     file.write_text(yaml.safe_dump(dict(values)), encoding="utf-8")
@@ -105,8 +120,13 @@ def disturbed(
 
             wait_until(there, f"step {after}", deadline_s=120)
             assert found, output.read_text()
+            watch(process.pid)
+            num_before = committed(run)
             os.kill(found[0], number)
             wait_until(lambda pid=found[0]: not Path(f"/proc/{pid}").exists(), "the end of the victim")  # type: ignore[misc]
+        wait_until(lambda: process.poll() is not None or committed(run) > num_before, "another step")
+        if process.poll() is None:
+            watch(process.pid)
         assert process.wait(120) == code, output.read_text()
         wait_until(lambda: not session_of(process.pid), "the end of the session", deadline_s=15)
     return run, " ".join(output.read_text().split())  # the console wraps lines
@@ -128,11 +148,32 @@ def test_the_run_goes_on(
     afters: list[int],
 ) -> None:  # fmt: skip
     name = f"{method}-{request.node.callspec.id}".replace(" ", "-")
-    run, said = disturbed(values_of(method, name), task, [(victim, after) for after in afters])
+    workers, tokens = list[set[int]](), set[str]()
+
+    def watch(command: int) -> None:
+        workers.append(workers_of(command))
+        tokens.add(token_of(command))
+
+    is_attached = victim is controller and afters[0] > 0  # before the first step, workers are still starting
+    run, said = disturbed(
+        values_of(method, name), task, [(victim, after) for after in afters],
+        watch=watch if is_attached else lambda command: None,
+    )  # fmt: skip
 
     assert fingerprint(run, step=STEPS) == expected(undisturbed, method, task), said
     found = list(recoveries(run))
-    assert [(each.part, each.remedy) for each in found] == [("controller", "restart")] * len(afters), said
+    remedy = "attach" if is_attached else "restart"
+    assert [(each.part, each.remedy) for each in found] == [("controller", remedy)] * len(afters), said
+    if is_attached:
+        assert len(workers) > len(afters)
+        assert workers[0]
+        assert all(each == workers[0] for each in workers)
+        assert said.count(f"attached to {len(workers[0])} workers: going on after step") == len(afters)
+        (token,) = tokens
+        assert not any(token in each.read_text(errors="ignore") for each in run.rglob("*") if each.is_file())
+        assert token not in said
+    else:
+        assert said.count(", with new workers: going on after step") == len(afters)
     for each, after in zip(found, afters, strict=True):
         assert each.step >= after - 1
     assert said.count("A new controller goes on with the run.") == len(afters)
@@ -154,6 +195,39 @@ def test_a_stopped_controller_is_replaced_and_what_was_due_is_done(
     run, said = disturbed(values, task, [(controller, 2)], number=signal.SIGSTOP)
     assert fingerprint(run, step=STEPS) == expected(undisturbed, "grpo", task, **often), said
     assert "is stopped (SIGSTOP) and has given no sign of life for 5 s" in said
+
+
+@pytest.mark.soak
+def test_a_worker_that_dies_with_its_controller_is_replaced_and_the_others_stay(
+    task: Path, undisturbed: dict[str, dict[str, Any]]
+) -> None:
+    found: list[set[int]] = []
+
+    def watch(command: int) -> None:
+        found.append(workers_of(command))
+        if len(found) == 1:
+            os.kill(min(found[0]), signal.SIGKILL)
+
+    run, said = disturbed(values_of("grpo", "both"), task, [(controller, 2)], watch=watch)
+    assert fingerprint(run, step=STEPS) == expected(undisturbed, "grpo", task), said
+    assert len(found[0] & found[1]) == len(found[0]) - 1
+    assert "attached to 1 worker: going on after step" in said
+
+
+def test_nothing_is_left_when_the_supervisor_is_killed_between_two_controllers(task: Path) -> None:
+    values = values_of("grpo", "unwatched", steps=500)
+    file, output, run = task / "unwatched.yaml", task / "unwatched.out", task / "runs" / "unwatched"
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    with chdir(task), podium("train", str(file), output=output) as process:
+        wait_until(lambda: committed(run) >= 1, "a step")
+        victim, workers = controller(process.pid), workers_of(process.pid)
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: controller(process.pid) not in (None, victim), "another controller")
+        assert workers_of(process.pid) == workers
+        process.kill()
+        process.wait(20)
+        wait_until(lambda: not session_of(process.pid), "the end of the session", deadline_s=15)
 
 
 def test_it_ends_when_it_dies_too_often(task: Path) -> None:

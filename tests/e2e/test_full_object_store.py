@@ -24,7 +24,7 @@ sys.path.insert(0, sys.argv[2])
 from helpers.clusters import one_role
 from helpers.roles import Request, ids, make_block
 from podium.cluster import Computed, RayCluster, open_ray, ray_compat, stored_rows
-from podium.cluster.worker_pool import Timeouts
+from podium.cluster.member import Timeouts
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
 from podium.errors import StoreError
 

@@ -14,7 +14,7 @@ import pytest
 from helpers.processes import ray_workers, wait_until
 from podium.cluster import Cluster, Layout, MeshShape, Pool, RoleSpec, Workers
 from podium.cluster.health import Died
-from podium.cluster.worker_pool import Timeouts
+from podium.cluster.member import Timeouts
 
 Opener = Callable[[], AbstractAsyncContextManager[Cluster]]
 Value = TypeVar("Value")

@@ -53,7 +53,7 @@ def die(number=signal.SIGKILL):
 def supervised(folder: Path, *what: str) -> tuple[int, list[tuple[list[str], str | None]], str]:
     """Exit code, the arguments and the predecessor's cause of each child process, and what was printed."""
     done = subprocess.run(
-        [sys.executable, "-c", CHILD + textwrap.dedent("\n".join(what))],
+        [sys.executable, "-c", CHILD + "".join(map(textwrap.dedent, [f"{each}\n" for each in what]))],
         cwd=folder, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr
@@ -142,6 +142,94 @@ def test_nothing_of_a_dead_controller_is_left_when_the_next_begins(tmp_path: Pat
     """
     code, lives, _ = supervised(tmp_path, leaves)
     assert (code, len(lives)) == (0, 2)
+
+
+# A controller with two processes, of which the next one may take over the first.
+KEEPS = """
+from podium.cluster.processes import look
+from podium.runs.supervised import KeptProcess, KeptRay
+
+def start():
+    return look(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+
+def keep(process, folder=None):
+    kept = KeptProcess(pid=process.pid, started=process.started, name="raylet")
+    told.keeps(KeptRay(address="here", token="secret", processes=(kept,), folder=folder, resume_step=3))
+
+def lives(pid):
+    return Path("/proc", str(pid)).exists()
+
+begin()
+"""
+
+
+def test_what_a_dead_controller_keeps_is_there_for_the_next(tmp_path: Path) -> None:
+    keeps = """
+    if life == 1:
+        kept, other = start(), start()
+        Path("left").write_text(f"{kept.pid} {other.pid}")
+        keep(kept)
+        die()
+    kept, other = map(int, Path("left").read_text().split())
+    ray = predecessor.ray
+    assert (ray.address, ray.token, ray.resume_step, ray.processes[0].pid) == ("here", "secret", 3, kept)
+    assert "secret" not in repr(predecessor)
+    assert lives(kept) and not lives(other)
+    if life == 2:
+        die()  # before it has told anything: the next one finds the same
+    """
+    code, lives, _ = supervised(tmp_path, KEEPS, keeps)
+    assert (code, len(lives)) == (0, 3)
+    assert not Path("/proc", (tmp_path / "left").read_text().split()[0]).exists()  # at the end of the command
+
+
+@pytest.mark.parametrize("how", ["kill", "told.keeps(None)", "told.ask_restart('Ray died.')"])
+def test_what_is_dead_or_given_up_is_not_kept(tmp_path: Path, how: str) -> None:
+    loses = f"""
+    if life == 1:
+        folder = Path("folder")
+        folder.mkdir()
+        kept = start()
+        Path("left").write_text(str(kept.pid))
+        keep(kept, str(folder.absolute()))
+        {"os.kill(kept.pid, signal.SIGKILL); os.wait()" if how == "kill" else how}
+        die()
+    assert predecessor.ray is None
+    assert not lives(Path("left").read_text())
+    assert not Path("folder").exists()
+    """
+    code, lives, _ = supervised(tmp_path, KEEPS, loses)
+    assert (code, len(lives)) == (0, 2)
+
+
+def test_a_controller_that_cannot_attach_is_followed_by_one_with_nothing(tmp_path: Path) -> None:
+    """Which is no death: with one restart, the run goes on."""
+    tries = """
+    if life == 1:
+        keep(start())
+        die()
+    if life == 2:
+        assert predecessor.ray is not None
+        told.ask_restart("It does not answer.", is_death=False)
+        sys.exit(3)
+    assert predecessor.ray is None
+    """
+    code, lives, said = supervised(tmp_path, KEEPS.replace("begin()", "begin(restarts=1)"), tries)
+    assert (code, len(lives)) == (0, 3)
+    assert "warning: It does not answer. A new controller goes on with the run." in said
+
+
+def test_the_end_of_a_command_ends_what_its_controller_kept(tmp_path: Path) -> None:
+    """Killed by a signal that ends a run on purpose."""
+    keeps = """
+    kept = start()
+    Path("left").write_text(str(kept.pid))
+    keep(kept)
+    die(signal.SIGHUP)
+    """
+    code, lives, _ = supervised(tmp_path, KEEPS, keeps)
+    assert (code, len(lives)) == (-signal.SIGHUP, 1)
+    assert not Path("/proc", (tmp_path / "left").read_text()).exists()
 
 
 @pytest.mark.slow

@@ -9,12 +9,13 @@ from podium.cluster.meshes import MeshRegistry, MeshShape, RoleMesh
 from podium.cluster.objects import ObjectScope, RowRefs, Stored
 from podium.cluster.results import CallResult, Computed, Merged, Metric, ShardResult, stored_rows
 from podium.cluster.virtual_time import run_virtual
-from podium.cluster.worker_context import WorkerContext
+from podium.cluster.worker_context import Interruptible, WorkerContext
 
 __all__ = [
     "CallResult",
     "Cluster",
     "Computed",
+    "Interruptible",
     "Layout",
     "Merged",
     "MeshRegistry",

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar, assert_never
 
+from podium.cluster.attaching import attach
 from podium.cluster.blocking import in_thread
 from podium.cluster.channels import Channels
 from podium.cluster.deadlines import Deadline
@@ -31,7 +32,7 @@ from podium.cluster.results import Span
 from podium.cluster.simulated_faults import NodeFault, WorkerFault
 from podium.cluster.transport import Transport, Value
 from podium.cluster.worker_pool import RESTORING, WorkerPool
-from podium.errors import ClusterError, DeadlineError, PlacementError, StartTimeoutError, WorkerDiedError
+from podium.errors import AttachError, ClusterError, DeadlineError, PlacementError, StartTimeoutError, WorkerDiedError
 
 RoleT = TypeVar("RoleT")
 Tell = Callable[[str], object]
@@ -158,6 +159,15 @@ class Cluster:
         self._started.append(workers)
         return workers
 
+    async def attach(self, layout: Layout, timeouts: Timeouts = Timeouts(), *, deadline_s: float = 300.0) -> Workers:  # noqa: B008
+        """Takes over the workers of a layout that another controller has started in this cluster, and has left because
+        it died. Those that are dead or do not get free are started again. Raises an AttachError if none is there."""
+        deadline_s = _FOREVER_S if self._unhurried else deadline_s
+        workers = Workers(layout, self._transport, timeouts, deadline_s=deadline_s, tell=self._tell)
+        self._started.append(workers)
+        await workers.attach()
+        return workers
+
     def failure(self) -> ClusterError | None:
         """Why the cluster itself has failed, with all its workers; None if it has not."""
         return self._transport.failure()
@@ -212,6 +222,7 @@ class Workers:
         self._restores: dict[str, Restore] = {}
         self._hang_listener: HangListener | None = None
         self._leaving_listener: LeavingListener = lambda leaving: None
+        self.num_attached = 0  # workers that another controller has started
         self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
 
     async def start(self) -> None:
@@ -231,6 +242,20 @@ class Workers:
             await asyncio.gather(*starting, return_exceptions=True)
             self.end()
             raise
+
+    async def attach(self) -> None:
+        """Takes over what another controller has left, and starts what is missing."""
+        left = await self._transport.left_behind(self._layout.pools)
+        attached = await attach(list(self._worker_pools.values()), self._layout, left)
+        self.num_attached = sum(attached.values())
+        if not self.num_attached:
+            raise AttachError("no worker of the controller before this one can be attached.")
+        for name, worker_pool in self._worker_pools.items():
+            self.registry = self.registry.with_workers([member.worker for member in worker_pool.members])
+            try:
+                await self.recover(name)
+            except (WorkerDiedError, DeadlineError, PlacementError) as error:
+                raise AttachError(f"workers of pool {name} cannot be replaced: {error}") from error
 
     @property
     def pools(self) -> tuple[str, ...]:

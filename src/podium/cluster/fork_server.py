@@ -29,7 +29,7 @@ from pathlib import Path
 
 from podium.cluster import fork_request
 from podium.cluster.fork_request import FORKED, READY
-from podium.cluster.processes import children
+from podium.cluster.processes import ProcessInfo, children, kill, look
 from podium.importing import import_all
 
 # Between a reply and the rest of its request; both ends are on this machine.
@@ -56,20 +56,31 @@ def new_folder() -> Path:
 class ForkServer:
     """The controller's side: starts the fork server and ends it."""
 
-    def __init__(self, modules: Sequence[str], folder: Path) -> None:
-        """Creates `folder`, which `end` removes. Only this user can access it and the socket in it."""
+    def __init__(self, modules: Sequence[str], folder: Path, *, owner: int | None = None) -> None:
+        """Creates `folder`, which `end` removes. Only this user can access it and the socket in it. It ends with this
+        process, or with its `owner`, of which this is a pidfd."""
         if not _SAFE_PATH.fullmatch(str(folder)):
             raise OSError(f"Ray's raylet cannot be given a script in {folder}")
         folder.mkdir(mode=0o700)
         self.folder = folder
         self.script = self.folder / "fork_request.py"  # the command that the raylet runs for each worker
         try:
-            self._process = self._start(modules)
+            self._process: subprocess.Popen[bytes] | None = self._start(modules, owner)
         except OSError:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
+        self.pid = self._process.pid
+        self._info = look(self.pid)
 
-    def _start(self, modules: Sequence[str]) -> subprocess.Popen[bytes]:
+    @classmethod
+    def attached(cls, folder: Path, process: ProcessInfo) -> ForkServer:
+        """The server that another process has started in this folder."""
+        server = cls.__new__(cls)
+        server.folder, server.script = folder, folder / "fork_request.py"
+        server._process, server.pid, server._info = None, process.pid, process
+        return server
+
+    def _start(self, modules: Sequence[str], owner: int | None) -> subprocess.Popen[bytes]:
         self.script.symlink_to(fork_request.__file__)
         # It listens before it has imported anything: an early worker waits.
         with socket.socket(socket.AF_UNIX) as listener, _interrupts_blocked():
@@ -77,28 +88,26 @@ class ForkServer:
             listener.listen(_BACKLOG)
             return subprocess.Popen(
                 [sys.executable, "-P", "-c", _COMMAND, str(listener.fileno()), *modules],
-                stdin=subprocess.PIPE,  # when it closes, this process has ended
+                stdin=subprocess.PIPE if owner is None else owner,  # readable when that process has ended
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a module that cannot be imported is reported by the worker that needs it
                 pass_fds=[listener.fileno()],
                 env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **_ONE_THREAD},
             )
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
     def workers(self) -> list[int]:
         """Process ids of the workers that it forked."""
-        return children(self._process.pid)
+        return children(self.pid)
 
     def end(self) -> None:
         """Ends the fork server, not its workers. May be called twice."""
-        assert self._process.stdin is not None
-        self._process.kill()
-        self._process.wait()
-        self._process.stdin.close()
+        if self._info is not None:
+            kill(self._info)
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -144,7 +153,7 @@ class _WorkerProcess:
 
 
 def main() -> None:
-    """Serves until the controller is gone. In a forked process, this is the worker's main function."""
+    """Serves until its owner is gone. In a forked process, this is the worker's main function."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes dead children
     import_all(sys.argv[2:])

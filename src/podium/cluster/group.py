@@ -150,9 +150,10 @@ class RoleGroup(Generic[RoleT]):
         pending: list[Pending] = []
         rows: list[Stored[Any]] = []
         members = [worker_pool.member(worker) for worker in self.workers]
+        serial = next(worker_pool.serials)
         with sending(pending, f"{self._role}.{name}", worker_pool):
             for member, shard in zip(members, shards, strict=True):
-                order = Invoke(member.worker, self._role, name, "rows")
+                order = Invoke(member.worker, self._role, name, "rows", serial)
                 answer, stored = member.process.perform_storing(order, shard, *args, **kwargs)
                 pending.append(Pending(worker=member.worker, answer=answer))
                 rows.append(stored)
@@ -259,9 +260,10 @@ class RoleGroup(Generic[RoleT]):
             args = tuple(self._shared(value) for value in args)
             kwargs = {key: self._shared(value) for key, value in kwargs.items()}
         pending: list[Pending] = []
+        serial = next(worker_pool.serials) if len(members) > 1 and not control else 0
         with sending(pending, f"{self._role}.{name}", worker_pool):
             for member in members:
-                order = Invoke(member.worker, self._role, name, "value")
+                order = Invoke(member.worker, self._role, name, "value", serial)
                 send = member.process.control if control else member.process.perform
                 pending.append(Pending(worker=member.worker, answer=send(order, *args, **kwargs)))
         replies = await self._gather(pending, name, worker_pool, in_step=not control)

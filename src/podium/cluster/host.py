@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, assert_never
@@ -25,9 +26,11 @@ from podium.cluster.identity import WorkerId
 from podium.cluster.layout import public_methods
 from podium.cluster.meshes import RoleMesh
 from podium.cluster.messages import (
+    Attached,
     Beat,
     Build,
     Call,
+    Clear,
     Connect,
     Disconnect,
     Failure,
@@ -44,7 +47,7 @@ from podium.cluster.messages import (
 )
 from podium.cluster.results import Computed
 from podium.cluster.spans import SpanRecorder
-from podium.cluster.worker_context import WorkerContext
+from podium.cluster.worker_context import Interruptible, WorkerContext
 from podium.engine.addresses import DeviceKind, TcpMeeting
 from podium.errors import ClusterError, PodiumError
 from podium.importing import import_all, import_transformers_without_torch, load_object
@@ -88,10 +91,27 @@ class RoleHost:
         self._invoked_by: int | None = None  # the work thread, while it runs a method of a role
         self.grace_s: float | None = None  # how long the worker goes on after it was asked to leave; None: not at all
         self.is_leaving = False  # heartbeats say so
+        self._contexts: list[WorkerContext] = []
+        self._num_controllers = 1
+        self._serial = 0  # of the last call to all workers of a role
+        self._num_controlling, self._controlled = 0, threading.Condition()  # calls on control threads
 
     def handshake(self) -> Handshake:
         """The worker's report about itself when it starts."""
         return self._handshake
+
+    def attach(self) -> Attached:
+        """Another controller takes over from one that is gone. The worker is the next incarnation from now on: calls of
+        the earlier controller that have not begun are refused, and those that wait for more of it end soon."""
+        self._num_controllers += 1
+        if self._worker is not None:
+            self._worker = replace(self._worker, incarnation=self._worker.incarnation + 1)
+            for context in self._contexts:
+                context.worker = self._worker
+        for role in list(self._roles.values()):
+            if isinstance(role, Interruptible):
+                role.abandon()
+        return Attached(worker=self._worker, roles=frozenset(self._roles), pid=self._handshake.pid)
 
     def perform(self, call: Call, *arguments: Any, **named: Any) -> tuple[Reply, Any]:
         """Runs a call on the work thread. Returns the reply, and rows to store (None: none). An exception of the role's
@@ -146,8 +166,9 @@ class RoleHost:
         return Whereabouts(threads=self._recorder.places(everyone=self._own_process))
 
     def beats(self, every_s: float) -> Iterator[Beat]:
-        """Sends heartbeats at intervals from a separate thread, as long as the process lives."""
-        while True:
+        """Sends heartbeats at intervals from a separate thread, until another controller attaches."""
+        number = self._num_controllers
+        while number == self._num_controllers:
             doing, for_s = self._recorder.doing(WORK)
             thread = self._invoked_by
             stalled = 0.0 if thread is None else stalled_s(thread)
@@ -184,6 +205,7 @@ class RoleHost:
 
     def _controlling(self, call: Invoke, arguments: tuple[Any, ...], named: dict[str, Any]) -> Waiting[Reply]:
         self._recorder.name_thread(CONTROL)
+        self._note_controlling(1)
         try:
             value = self._invoke(call, arguments, named)
             if inspect.isawaitable(value):
@@ -193,6 +215,23 @@ class RoleHost:
             raise
         except BaseException as error:
             return Reply(self._worker, None, _failure(error), ())
+        finally:
+            self._note_controlling(-1)
+
+    def _note_controlling(self, change: int) -> None:
+        with self._controlled:
+            self._num_controlling += change
+            self._controlled.notify_all()
+
+    def _clear(self, deadline_s: float) -> int:
+        """On the work thread, so that no other call runs there."""
+        with self._controlled:
+            if not self._controlled.wait_for(lambda: self._num_controlling == 0, deadline_s):
+                raise ClusterError(f"{self._worker}: calls of an earlier controller run after {deadline_s:.0f} s.")
+        for role in self._roles.values():
+            if isinstance(role, Interruptible):
+                role.reset()
+        return self._serial
 
     def _reply(self, value: Any, failure: Failure | None, *, last: bool = True) -> Reply:
         spans = self._recorder.drain(self._worker) if self._worker is not None else ()
@@ -223,6 +262,8 @@ class RoleHost:
                 self._devices = join(call, self._handshake.host, self._handshake.kind, tuple(self._meshes.values()))
             case Build():
                 self._build(call, *arguments)
+            case Clear():
+                return self._clear(call.deadline_s)
             case Connect():
                 from podium.cluster.rendezvous import TransferGroup
 
@@ -265,11 +306,14 @@ class RoleHost:
             colocated_roles=MappingProxyType(self._roles),
             channels=MappingProxyType(self._channels),
         )
+        self._contexts.append(context)
         self._roles[call.role] = kind(context, *arguments)
 
     def _invoke(self, call: Invoke, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if call.worker != self._worker:
             raise ClusterError(f"a call for {call.worker} came to {self._worker}, which is another worker.")
+        if call.serial:
+            self._serial = call.serial
         return getattr(self._roles[call.role], call.method)(*arguments, **named)
 
     def _head(self, call: Invoke, computed: Any) -> tuple[RowsHead, Any]:

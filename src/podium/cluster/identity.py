@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
+
+_PROCESS_NAME = re.compile(r"(.+)\[(\d+)\]#(\d+)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -23,3 +26,14 @@ class WorkerId:
     def __reduce__(self) -> tuple[Any, ...]:
         """Dataclasses with slots are slow to pickle, and this is in every message."""
         return WorkerId, (self.pool, self.index, self.node, self.device, self.incarnation)
+
+
+def process_name(pool: str, slot: int, incarnation: int) -> str:
+    """The name of a process before it is known where it runs."""
+    return f"{pool}[{slot}]#{incarnation}"
+
+
+def read_process_name(name: str) -> tuple[str, int, int] | None:
+    """Pool, slot and incarnation; None: it is no such name."""
+    found = _PROCESS_NAME.fullmatch(name)
+    return None if found is None else (found[1], int(found[2]), int(found[3]))

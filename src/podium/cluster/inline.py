@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from podium.cluster.host import RoleHost
 from podium.cluster.layout import Pool
-from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
+from podium.cluster.messages import Attached, Beat, Call, Handshake, Invoke, Reply, Whereabouts
 from podium.cluster.objects import InlineStored, Stored
 from podium.cluster.placement import Bundle, NodeState
-from podium.cluster.transport import BundlePlace, ByReference, GoneError
+from podium.cluster.transport import BundlePlace, ByReference, GoneError, LeftBehind
 from podium.engine.addresses import DeviceKind
 from podium.errors import ClusterError
 
@@ -34,6 +34,8 @@ class InlineTransport:
 
     def __init__(self) -> None:
         self._gpus = _visible_gpus()
+        self._processes: dict[str, InlineProcess] = {}
+        self._places: list[BundlePlace] = []
 
     def on_failure(self, call: Callable[[ClusterError], object]) -> None:
         """Does nothing: threads fail with their process."""
@@ -59,15 +61,24 @@ class InlineTransport:
         self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline_s: float
     ) -> list[BundlePlace]:
         """Every bundle fits."""
-        return [BundlePlace(bundle=bundle, node=node, handle=None) for bundle, node in zip(bundles, nodes, strict=True)]
+        new = [BundlePlace(bundle=bundle, node=node, handle=None) for bundle, node in zip(bundles, nodes, strict=True)]
+        self._places += new
+        return new
 
     def release(self, place: BundlePlace) -> None:
-        """Does nothing: no place is reserved."""
+        """Forgets the place."""
+        self._places = [each for each in self._places if each is not place]
 
     async def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> InlineProcess:
         """Starts a worker in threads of this process."""
         kind: DeviceKind = "cuda" if pool.each.gpus else "cpu"
-        return InlineProcess(name, "gpu0" if kind == "cuda" else "cpu", kind)
+        self._processes[name] = process = InlineProcess(name, "gpu0" if kind == "cuda" else "cpu", kind)
+        return process
+
+    async def left_behind(self, pools: Sequence[Pool]) -> LeftBehind:
+        """Workers that live."""
+        living = {name: each for name, each in self._processes.items() if not each.is_dead}
+        return LeftBehind(processes=living, places=tuple(self._places))
 
     async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
         """None: answers are awaited one by one."""
@@ -101,6 +112,15 @@ class InlineProcess:
     def handshake(self) -> Awaitable[Handshake]:
         """What the worker reports of itself."""
         return self._submit(self._ask, self._host.handshake)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it was ended."""
+        return self._dead.is_set()
+
+    def attach(self) -> Awaitable[Attached]:
+        """Takes over the worker from another controller."""
+        return self._submit(self._ask, self._host.attach)
 
     def perform(self, call: Call, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         """Runs a call in the work thread."""
@@ -166,8 +186,8 @@ class InlineProcess:
     async def beats(self, every_s: float) -> AsyncIterator[Beat]:
         """Heartbeats until the worker ends."""
         beats: Iterator[Beat] = self._host.beats(0.0)
-        while not self._dead.is_set():
-            yield next(beats)
+        while not self._dead.is_set() and (beat := next(beats, None)) is not None:
+            yield beat
             await asyncio.sleep(every_s)
         raise GoneError("it was ended")
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Ray cluster on this machine that belongs to one run: started in the background, watched, and ended with all of its
-processes."""
+processes. Under a supervisor it can outlive its process, and the next one attaches to it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
 
 from podium.cluster import processes
 from podium.cluster.blocking import is_any_left
@@ -24,20 +25,24 @@ from podium.cluster.processes import (
     children_of_thread,
     command_of,
     descendants,
+    kill,
     kill_trees,
     look,
 )
 from podium.cluster.ray_compat import (
     GCS_SERVER,
     RAYLET,
+    TOKEN,
     VITAL_PROCESSES,
     ask_for_token,
     init_local,
+    join_local,
     may_be_worker,
     package_folder,
 )
 from podium.cluster.starting import StartingProcesses
-from podium.errors import ClusterError, RayDiedError
+from podium.errors import AttachError, ClusterError, RayDiedError
+from podium.runs.supervised import GUARD, KeptProcess, KeptRay
 
 _LOOK_S = 0.1
 # The cluster's processes are listed less often, because that reads a file for each of their threads.
@@ -46,6 +51,7 @@ _GATHER_S = 2.0
 _START_S = 120.0
 # Time for Ray to end the cluster itself; remaining processes are then killed.
 _SHUTDOWN_S = 10.0
+_FORK_SERVER = "fork server"
 
 
 class LocalRay:
@@ -56,8 +62,14 @@ class LocalRay:
     The thread `ray watch` checks Ray's processes from the first one on. It calls `on_failure` once, when a vital
     process dies or is stopped for as long as the heartbeat timeout. `stop` ends both."""
 
-    def __init__(self, settings: RayCluster) -> None:
-        self._settings = settings
+    def __init__(
+        self, settings: RayCluster, *, supervisor: int | None = None, attach_to: KeptRay | None = None
+    ) -> None:
+        """`supervisor`: a process above this one, with which the cluster ends at the latest; then it can outlive this
+        process (`outlive`). `attach_to`: does not start a cluster, but connects to this one."""
+        self._settings, self._attach_to = settings, attach_to
+        self._supervisor = None if supervisor is None else os.pidfd_open(supervisor)
+        self._token = TOKEN if attach_to is None else attach_to.token
         self.ready: Future[None] = Future()
         self.failure: ClusterError | None = None
         self._on_failure: list[Callable[[ClusterError], object]] = []
@@ -72,14 +84,16 @@ class LocalRay:
         self._family: dict[int, ProcessInfo] = {}
         self._gathered_s = self._began_s
         self.starting = StartingProcesses()
-        self._guard = _Guard()
+        self._guard = _Guard(self._supervisor)
         self._undo_token: Callable[[], None] = lambda: None
         self._fork_server: ForkServer | None = None
-        if settings.preload and sys.platform == "linux":  # elsewhere libraries do not support a fork
+        if attach_to is not None:
+            self._take_over(attach_to)
+        elif settings.preload and sys.platform == "linux":  # elsewhere libraries do not support a fork
             with contextlib.suppress(OSError):  # no space, or the address too long: workers start without it
                 folder = new_folder()
                 self._guard.tell(f"folder {folder}")
-                self._fork_server = ForkServer(settings.preload, folder)
+                self._fork_server = ForkServer(settings.preload, folder, owner=self._supervisor)
                 self._gather_family()
         self._starter = threading.Thread(target=self._start, name="ray start", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="ray watch", daemon=True)
@@ -93,6 +107,59 @@ class LocalRay:
             failure = self.failure
         if failure is not None:
             call(failure)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether another process has started it."""
+        return self._attach_to is not None
+
+    @property
+    def can_outlive(self) -> bool:
+        """Whether it may go on after the death of this process."""
+        return self._supervisor is not None
+
+    def outlive(self, resume_step: int | None) -> KeptRay:
+        """From now on the cluster does not end with this process, but with its supervisor. Returns what the next
+        process needs to attach to it. `resume_step`: with which its workers were built."""
+        import ray
+
+        assert self._supervisor is not None
+        self._gather_family()
+        mine = [each for each in map(look, children(os.getpid())) if each is not None and self._is_rays(each.pid)]
+        kept = {each.pid: each.name for each in (*mine, *self._vital.values())}
+        if self._attach_to is not None:
+            kept |= {each.pid: each.name for each in self._attach_to.processes if each.name != GUARD}
+        if self._fork_server is not None:
+            kept[self._fork_server.pid] = _FORK_SERVER
+        kept[self._guard.pid] = GUARD
+        self._guard.tell("outlives")
+        for each in self._attach_to.processes if self._attach_to is not None else ():
+            now = look(each.pid) if each.name == GUARD else None
+            if now is not None and now.started == each.started:
+                kill(now)  # this process has another one
+        found = {pid: now for pid in kept if (now := look(pid)) is not None}
+        return KeptRay(
+            address=ray.get_runtime_context().gcs_address,
+            token=self._token,
+            processes=tuple(KeptProcess(pid=pid, started=now.started, name=kept[pid]) for pid, now in found.items()),
+            folder=None if self._fork_server is None else str(self._fork_server.folder),
+            resume_step=resume_step,
+        )
+
+    def _take_over(self, ray: KeptRay) -> None:
+        """Knows the processes of a cluster that another process has started."""
+        self._guard.tell("outlives")
+        if ray.folder is not None:
+            self._guard.tell(f"folder {ray.folder}")
+        for each in ray.processes:
+            now = look(each.pid)
+            if now is None or now.started != each.started or each.name == GUARD:
+                continue
+            self._remember(now)
+            if each.name in VITAL_PROCESSES:
+                self._note_vital(each.name, now)
+            elif each.name == _FORK_SERVER and ray.folder is not None:
+                self._fork_server = ForkServer.attached(Path(ray.folder), now)
 
     def check(self) -> ClusterError | None:
         """Checks the cluster now; a failure is reported as if the watch had found it."""
@@ -123,6 +190,8 @@ class LocalRay:
         if self._fork_server is not None:
             self._fork_server.end()
         self._guard.end()
+        if self._supervisor is not None:
+            os.close(self._supervisor)
         if closing.is_alive() or not self._initialized.is_set() or is_any_left():
             import ray
 
@@ -132,14 +201,20 @@ class LocalRay:
 
     def _start(self) -> None:
         try:
-            self._undo_token = ask_for_token()
-            init_local(
-                self._settings,
-                setup_worker=self._fork_server.script if self._fork_server is not None else None,
-                is_wanted=lambda: self.failure is None and not self._stopping.is_set(),
-            )
+            self._undo_token = ask_for_token(self._token)
+            if self._attach_to is not None:
+                join_local(self._settings, self._attach_to.address)
+            else:
+                init_local(
+                    self._settings,
+                    setup_worker=self._fork_server.script if self._fork_server is not None else None,
+                    is_wanted=lambda: self.failure is None and not self._stopping.is_set(),
+                    outlives=self.can_outlive,
+                )
         except BaseException as error:
             self.check()  # the death of one of its processes is the better reason
+            if self._attach_to is not None:
+                self._fail(AttachError(f"the Ray of the controller before this one cannot be joined: {error}."))
             self._fail(ClusterError(f"a local Ray cannot be started: {error}."))
         else:
             with contextlib.suppress(InvalidStateError):
@@ -167,8 +242,7 @@ class LocalRay:
                     and process_info.name in VITAL_PROCESSES
                     and process_info.name not in self._vital
                 ):
-                    self._vital[process_info.name] = process_info
-                    self._guard.tell(f"vital {process_info.pid} {process_info.started} {process_info.name}")
+                    self._note_vital(process_info.name, process_info)
         for name, process in self._vital.items():
             now = look(process.pid)
             if now is None or not now.is_alive or now.started != process.started:
@@ -190,6 +264,10 @@ class LocalRay:
         if time.monotonic() - self._gathered_s > _GATHER_S:
             self._gather_family()
 
+    def _note_vital(self, name: str, process: ProcessInfo) -> None:
+        self._vital[name] = process
+        self._guard.tell(f"vital {process.pid} {process.started} {name}")
+
     def _look_at_workers(self) -> None:
         """Checks the processes that the raylet's first thread starts."""
         raylet = self._vital.get(RAYLET)
@@ -208,6 +286,8 @@ class LocalRay:
         """Remembers which processes belong to the cluster: once their parent is dead, the kernel no longer tells."""
         self._gathered_s = time.monotonic()
         mine = [pid for pid in children(os.getpid()) if pid not in self._others and self._is_rays(pid)]
+        if self._attach_to is not None:
+            mine += [each.pid for each in self._attach_to.processes if each.pid in self._family]
         if self._fork_server is not None:
             mine.append(self._fork_server.pid)
         for pid in [*mine, *descendants(mine)]:
@@ -245,9 +325,16 @@ class LocalRay:
 class _Guard:
     """The process that ends the cluster if this one is killed, or cannot notice that Ray is dead."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-I", "-S", processes.__file__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    def __init__(self, supervisor: int | None = None) -> None:
+        """`supervisor`: its pidfd, if the cluster may outlive this process."""
+        inherited = () if supervisor is None else (supervisor,)
+        command = [sys.executable, "-I", "-S", processes.__file__, *map(str, inherited)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=inherited)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     def tell(self, line: str) -> None:
         assert self._process.stdin is not None

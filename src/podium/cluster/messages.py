@@ -27,6 +27,23 @@ class Handshake:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """The first message of a worker to a controller that has not started it."""
+
+    worker: WorkerId | None  # its identity from now on; None: it has never had one
+    roles: frozenset[str]  # that are built
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clear:
+    """Waits until nothing of an earlier controller runs, and lets the roles forget what is left of it. The answer is
+    the serial number of the last call to all workers of a role that the worker has begun."""
+
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settle:
     """Assigns the worker's identity and its pool, whose roles have these meshes."""
 
@@ -106,13 +123,14 @@ class Invoke:
     role: str
     method: str
     wants: Literal["value", "rows"]
+    serial: int = 0  # of a call to all workers of the role, the same for each; 0: to one of them
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Dataclasses with slots are slow to pickle, and this is in every message."""
-        return Invoke, (self.worker, self.role, self.method, self.wants)
+        return Invoke, (self.worker, self.role, self.method, self.wants, self.serial)
 
 
-Call = Settle | Import | OpenMeeting | Join | Build | Connect | Disconnect | OpenChannel | Invoke
+Call = Settle | Import | OpenMeeting | Join | Build | Connect | Disconnect | OpenChannel | Clear | Invoke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,10 @@ class Places:
         """Reserves places for the bundles on these nodes."""
         self._places += await self._transport.reserve(bundles, nodes, deadline.left_s)
 
+    def take_over(self, places: Sequence[BundlePlace]) -> None:
+        """Takes places that another controller has reserved."""
+        self._places += places
+
     def release(self) -> None:
         """Releases all places."""
         for place in list(self._places):

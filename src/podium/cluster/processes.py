@@ -138,22 +138,28 @@ def guard() -> None:
 
     Reads lines from that process: `family PID STARTED`, `vital PID STARTED NAME`, `folder PATH` (to be removed with the
     family), and finally `end`. Waits for the next line; the end of the pipe, or a vital process that has been dead for
-    long, unblocks it."""
+    long, unblocks it. After the line `outlives` the family stays when the pipe ends, until the supervisor of that
+    process has ended, of which the first argument is a pidfd."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     guarded, family, dead_since_s = look(os.getppid()), set[tuple[int, int]](), 0.0
     vital: dict[tuple[int, int], str] = {}
     folders: list[str] = []
-    pending = b""
+    pending, outlives = b"", False
     while True:
         if select.select([0], [], [], 0.5)[0]:
             read = os.read(0, 65536)
             if not read:
+                if outlives:
+                    select.select([int(sys.argv[1])], [], [])
                 break
             *lines, pending = (pending + read).split(b"\n")
             for kind, _, rest in (os.fsdecode(line).partition(" ") for line in lines):
                 if kind == "end":
                     return
+                if kind == "outlives":
+                    outlives = True
+                    continue
                 if kind == "folder":
                     folders.append(rest)
                     continue

@@ -48,7 +48,9 @@ _HELPER_OPTION = b"--worker-type="
 _PORT_LOOK_S = 0.01
 AUTH_MODE, _AUTH_TOKEN, _AUTH_TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 # Of every Ray that this process starts: Ray reads the token of a process once.
-_TOKEN = secrets.token_hex(32)
+TOKEN = secrets.token_hex(32)
+# Of actors that outlive their controller.
+NAMESPACE = "podium"
 # What a server answers to a missing or wrong token; an id that no cluster has; how long the answer may take.
 _TOKEN_REFUSED, _NO_CLUSTER, _TOKEN_S = "InvalidAuthToken", "00" * 28, 3.0
 # Asks in a process of its own, so that nothing of it stays in this one.
@@ -60,12 +62,15 @@ GcsClient(address=sys.argv[1], cluster_id=sys.argv[2]).internal_kv_get(b"podium"
 _ASK_S = 30.0
 
 
-def init_local(settings: RayCluster, *, setup_worker: Path | None, is_wanted: Callable[[], bool]) -> None:
+def init_local(
+    settings: RayCluster, *, setup_worker: Path | None, is_wanted: Callable[[], bool], outlives: bool = False
+) -> None:
     """Starts a cluster on this machine and connects to it. If `setup_worker` is given, this script starts the workers.
-    Gives up with a ClusterError once it is not `is_wanted`."""
+    Gives up with a ClusterError once it is not `is_wanted`. `outlives`: its processes do not end with this one."""
     import ray
 
     with (
+        _outliving() if outlives else contextlib.nullcontext(),
         loopback_only(),
         _needed_processes(),
         _interruptible_start(is_wanted),
@@ -80,6 +85,7 @@ def init_local(settings: RayCluster, *, setup_worker: Path | None, is_wanted: Ca
             include_dashboard=False,
             log_to_driver=settings.show_output,
             logging_level=logging.ERROR,
+            namespace=NAMESPACE,
             _system_config=dict(_SYSTEM_CONFIG),
         )
 
@@ -97,6 +103,15 @@ def install_again(handlers: Mapping[int, Any]) -> None:
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def join_local(settings: RayCluster, address: str) -> None:
+    """Connects to a cluster on this machine that another process has started, and prints what its workers print."""
+    import ray
+
+    with loopback_only(), quiet_driver():
+        ray.init(address=address, log_to_driver=settings.show_output, logging_level=logging.ERROR, namespace=NAMESPACE)
+    ray._private.worker.global_worker._filter_logs_by_job = False
 
 
 def package_folder() -> bytes:
@@ -128,6 +143,13 @@ def draining_nodes() -> Collection[str]:
 
     draining: Mapping[str, int] = ray._private.state.state.get_draining_nodes()
     return draining.keys()
+
+
+def actor_pids() -> Mapping[str, int]:
+    """Process ids of actors by name. Ray's public function asks a server that a run does not start."""
+    import ray
+
+    return {each["Name"]: int(each["Pid"]) for each in ray._private.state.actors().values() if each["State"] != "DEAD"}
 
 
 def outer_address() -> str:
@@ -169,13 +191,13 @@ def set_auth_mode(mode: str | None) -> None:
     ray._raylet.Config.initialize("")
 
 
-def ask_for_token() -> Callable[[], None]:
+def ask_for_token(token: str = TOKEN) -> Callable[[], None]:
     """Lets a Ray that this process starts answer only to those who have its token: the ports of a machine are open to
     all of its users. It is a new one, and in memory only: Ray lets everybody read ~/.ray/auth_token who can enter the
     home folder. Nothing changes where the user's environment has settings of its own. Returns how to undo it."""
     if not {AUTH_MODE, _AUTH_TOKEN, _AUTH_TOKEN_PATH}.isdisjoint(os.environ):
         return lambda: None
-    os.environ[_AUTH_TOKEN] = _TOKEN
+    os.environ[_AUTH_TOKEN] = token
     set_auth_mode("token")
 
     def undo() -> None:
@@ -248,6 +270,18 @@ def _needed_processes() -> Iterator[None]:
     with (
         _replaced(node, "start_monitor", lambda self: None),
         _replaced(node, "start_api_server", lambda self, **_: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _outliving() -> Iterator[None]:
+    """Ray's processes do not end with this one: the kernel would kill them, or a process that watches it."""
+    import ray
+
+    with (
+        _replaced(ray._private.utils, "detect_fate_sharing_support", lambda: False),
+        _replaced(ray._private.node.Node, "start_reaper_process", lambda self: None),
     ):
         yield
 

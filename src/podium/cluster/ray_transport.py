@@ -22,9 +22,9 @@ from podium.cluster.deadlines import Deadline
 from podium.cluster.joined_ray import check_joinable, join_ray
 from podium.cluster.layout import Pool, RayCluster
 from podium.cluster.local_ray import LocalRay
-from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
+from podium.cluster.messages import Attached, Beat, Call, Handshake, Invoke, Reply, Whereabouts
 from podium.cluster.objects import Stored
-from podium.cluster.placement import Bundle, NodeState
+from podium.cluster.placement import Bundle, NodeState, bundles_of
 from podium.cluster.processes import ProcessInfo, kill, look
 from podium.cluster.ray_arguments import STORE_IS_FULL, RayStored, full_store, pack
 from podium.cluster.ray_compat import (
@@ -34,7 +34,8 @@ from podium.cluster.ray_compat import (
     install_again,
     signal_handlers,
 )
-from podium.cluster.transport import BundlePlace, GoneError
+from podium.cluster.ray_keeping import actor_options, kept_actors, kept_places, place_options
+from podium.cluster.transport import BundlePlace, GoneError, LeftBehind
 from podium.cluster.worker import Worker
 from podium.errors import ClusterError, PlacementError, PodiumError, StoreError
 
@@ -67,6 +68,7 @@ class RayTransport:
     def __init__(self, *, joined: bool, local: LocalRay | None) -> None:
         """`joined`: this transport connected the process to Ray; `local`: the cluster that this transport ends."""
         self._joined, self._local = joined, local
+        self._keeps = local is not None and local.can_outlive
         self._node = ray.get_runtime_context().get_node_id()
         self._suspects: set[str] = set()
         self._waiters = ThreadPoolExecutor(max_workers=_MOST_WAITING, thread_name_prefix="podium waits for Ray")
@@ -176,7 +178,8 @@ class RayTransport:
             """Ray waits here for gcs_server, for a minute if that is gone."""
             for bundle, node in zip(bundles, nodes, strict=True):
                 selector = [{"ray.io/node-id": node.id}]
-                groups.append(placement_group([dict(bundle.needs)], bundle_label_selector=selector))
+                options = place_options(bundle) if self._keeps else {}
+                groups.append(placement_group([dict(bundle.needs)], bundle_label_selector=selector, **options))
             deadline = Deadline(deadline_s)
             # Not `ready()`: that is a task, for which Ray starts a process.
             return all(group.wait(deadline.left_s) for group in groups)
@@ -221,18 +224,31 @@ class RayTransport:
             num_gpus=pool.each.gpus,
             resources=dict(pool.each.custom),
             scheduling_strategy=PlacementGroupSchedulingStrategy(place.handle, placement_group_bundle_index=0),
+            **(actor_options(name) if self._keeps else {}),
         )
         actor = await in_thread(options.remote, name, place.node.name, tuple(sys.path))
-        is_here = place.node.id == self._node
-        if is_here and self._local is not None:
+        if place.node.id == self._node and self._local is not None:
             self._local.starting.add(actor)
+        return self._process(actor, place.node.id)
+
+    def _process(self, actor: Any, node: str, info: ProcessInfo | None = None) -> RayProcess:
         return RayProcess(
             actor,
-            suspect_node=lambda: self._suspects.add(place.node.id),
+            suspect_node=lambda: self._suspects.add(node),
             came_up=self._came_up,
             kill=self._kill,
-            is_here=is_here,
+            is_here=node == self._node,
+            info=info,
         )
+
+    async def left_behind(self, pools: Sequence[Pool]) -> LeftBehind:
+        """Actors and placement groups of a Ray on this machine that outlived its controller."""
+        if not self._keeps:
+            return LeftBehind()
+        actors, nodes = await in_thread(kept_actors), await in_thread(self.nodes)
+        places = await in_thread(kept_places, [bundle for pool in pools for bundle in bundles_of(pool)], nodes)
+        processes = {name: self._process(actor, self._node, info) for name, (actor, info) in actors.items()}
+        return LeftBehind(processes=processes, places=places)
 
     def _came_up(self, actor: Any, process: ProcessInfo | None) -> None:
         if self._local is not None:
@@ -286,11 +302,12 @@ class RayProcess:
         came_up: Callable[[Any, ProcessInfo | None], None] = lambda actor, process: None,
         kill: Callable[[Any], None] = lambda actor: None,
         is_here: bool = False,
+        info: ProcessInfo | None = None,
     ) -> None:
-        """`is_here`: on this machine, where the kernel reports on it."""
+        """`is_here`: on this machine, where the kernel reports on it. `info`: its process, if that is known."""
         self._actor, self._suspect_node, self._is_here = actor, suspect_node, is_here
         self._came_up, self._kill = came_up, kill
-        self._info: ProcessInfo | None = None
+        self._info = info
 
     @property
     def actor(self) -> Any:
@@ -303,6 +320,13 @@ class RayProcess:
         self._info = look(handshake.pid) if self._is_here else None
         self._came_up(self._actor, self._info)
         return handshake
+
+    async def attach(self) -> Attached:
+        """Takes over the worker from another controller."""
+        attached: Attached = await self._answer(self._actor.attach.remote())
+        self._info = look(attached.pid) if self._is_here else None
+        self._came_up(self._actor, self._info)
+        return attached
 
     def look(self) -> ProcessInfo | None:
         """The worker's process now, if it is on this machine."""

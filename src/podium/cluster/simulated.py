@@ -13,7 +13,7 @@ from typing import Any, TypeVar, assert_never
 
 from podium.cluster.host import RoleHost
 from podium.cluster.layout import Pool
-from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
+from podium.cluster.messages import Attached, Beat, Call, Handshake, Invoke, Reply, Whereabouts
 from podium.cluster.objects import InlineStored, Stored
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.simulated_faults import (
@@ -26,7 +26,7 @@ from podium.cluster.simulated_faults import (
     WorkerFault,
 )
 from podium.cluster.simulated_nodes import SimulatedNodes
-from podium.cluster.transport import BundlePlace, ByReference, GoneError
+from podium.cluster.transport import BundlePlace, ByReference, GoneError, LeftBehind
 from podium.errors import ClusterError
 
 Value = TypeVar("Value")
@@ -103,6 +103,10 @@ class SimulatedTransport:
         for process in [each for each, its_node in self._node_of.items() if its_node == node]:
             process.kill()
             del self._node_of[process]
+
+    async def left_behind(self, pools: Sequence[Pool]) -> LeftBehind:
+        """Nothing: a simulation has one controller."""
+        return LeftBehind()
 
     async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
         """None: answers are awaited one by one."""
@@ -228,6 +232,14 @@ class SimulatedProcess:
             return reply
 
         return self._started(run)
+
+    def attach(self) -> Awaitable[Attached]:
+        """Takes over the worker from another controller."""
+
+        async def attach() -> Attached:
+            return self._host.attach()
+
+        return self._started(attach)
 
     def where(self) -> Awaitable[Whereabouts]:
         """Where the worker is now."""

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from podium.cluster.layout import Pool
-from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
+from podium.cluster.messages import Attached, Beat, Call, Handshake, Invoke, Reply, Whereabouts
 from podium.cluster.objects import Stored
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.processes import ProcessInfo
@@ -42,6 +42,10 @@ class Process(Protocol):
 
     def handshake(self) -> Awaitable[Handshake]:
         """Waits until the worker runs; returns its report about itself."""
+        ...
+
+    def attach(self) -> Awaitable[Attached]:
+        """Takes over a worker from a controller that is gone; answered while work is busy."""
         ...
 
     def perform(self, call: Call, *arguments: Any, **named: Any) -> Awaitable[Reply]:
@@ -79,6 +83,14 @@ class Process(Protocol):
     def kill(self) -> None:
         """Ends the process now; its slot is free soon after."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LeftBehind:
+    """What a controller that is gone has left."""
+
+    processes: Mapping[str, Process] = field(default_factory=dict)  # by the name with which each was started
+    places: Sequence[BundlePlace] = ()
 
 
 class Transport(Protocol):
@@ -121,6 +133,10 @@ class Transport(Protocol):
 
     async def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> Process:
         """Starts a process. `name` identifies it until it has a WorkerId."""
+        ...
+
+    async def left_behind(self, pools: Sequence[Pool]) -> LeftBehind:
+        """What another controller has left for these pools."""
         ...
 
     async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:

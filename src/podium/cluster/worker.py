@@ -11,14 +11,14 @@ from typing import Any
 import ray
 
 from podium.cluster.host import RoleHost, extend_import_path
-from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
+from podium.cluster.messages import Attached, Beat, Call, Handshake, Invoke, Reply, Whereabouts
 from podium.cluster.ray_arguments import PackedArguments, unpack
 from podium.cluster.ray_compat import forget_token
 from podium.runs.stack_dumps import allow_dumps
 
 
 # `work` is one thread, always the same: device, grad mode and the order of collectives belong to it. The others answer
-# while it is busy; `ask` and `pulse` run none of the role's code, so nothing keeps them.
+# while it is busy; `ask` and `pulse` run none of the role's code that waits, so nothing keeps them.
 @ray.remote(concurrency_groups={"work": 1, "control": 8, "ask": 1, "pulse": 1}, max_restarts=0, max_task_retries=0)
 class Worker:
     """One process on one device slot."""
@@ -84,6 +84,11 @@ class Worker:
     def handshake(self) -> Handshake:
         """The worker's report about itself."""
         return self._host.handshake()
+
+    @ray.method(concurrency_group="ask")
+    def attach(self) -> Attached:
+        """Takes calls of another controller from now on. The one before is gone."""
+        return self._host.attach()
 
     @ray.method(concurrency_group="ask")
     def where(self) -> Whereabouts:

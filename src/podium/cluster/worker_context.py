@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,11 +24,24 @@ if TYPE_CHECKING:
 RoleT = TypeVar("RoleT")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+class Interruptible(ABC):
+    """A role whose calls wait for more from their controller. They end when that one is dead and another one attaches
+    to the worker: first `abandon`, and `reset` once no call runs any more."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Calls that are running end soon, without a result. On a thread of its own."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forgets what the calls of an earlier controller have left. On the work thread."""
+
+
+@dataclass(kw_only=True, eq=False)
 class WorkerContext:
     """What a role knows about its worker."""
 
-    worker: WorkerId
+    worker: WorkerId  # the next incarnation once another controller has attached
     role: str
     mesh: RoleMesh
     device: str  # for torch.device

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from podium.cluster.fanout import Pending, gather_answers
 from podium.cluster.hangs import Hang, stuck_workers
 from podium.cluster.health import Died, Leaving, WhereReport, WorkerHealth, worker_health
 from podium.cluster.host import parameters_of
-from podium.cluster.identity import WorkerId
+from podium.cluster.identity import WorkerId, process_name
 from podium.cluster.layout import Layout, Pool, public_methods
 from podium.cluster.member import Member, Timeouts, ask_where
 from podium.cluster.messages import Beat, Build, Call, Handshake, Import, Join, OpenMeeting, Reply, Settle
@@ -24,7 +25,7 @@ from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.places import Places
 from podium.cluster.placing import place_pools, place_vacant
 from podium.cluster.silence import Silence
-from podium.cluster.transport import GoneError, Process, Transport
+from podium.cluster.transport import BundlePlace, GoneError, Process, Transport
 from podium.errors import DeadlineError, PodiumError, StartTimeoutError, WorkerDiedError
 
 log = logging.getLogger("podium.cluster")
@@ -61,6 +62,7 @@ class WorkerPool:
         self._places = Places(pool, transport)
         self._members: dict[int, Member] = {}
         self._incarnations: dict[int, int] = {}
+        self.serials = itertools.count(1)  # of calls to all workers of a role
         self._ends_hung = False  # whether that is under way
         self.unfinished: set[int] = set()  # slots whose new worker has no links or no state yet
         self.vacant = set(range(pool.num_first, pool.slots))  # slots without a worker that can be called
@@ -110,6 +112,17 @@ class WorkerPool:
         if member.died is not None:
             raise WorkerDiedError(f"{member.died}. Replace it with `workers.recover({self.pool.name!r})`.")
         return member
+
+    def enlist(self, worker: WorkerId, process: Process) -> None:
+        """Takes a worker that has started into its slot, and watches it."""
+        member = Member(slot=worker.index, worker=worker, process=process)
+        self._members[worker.index], self._incarnations[worker.index] = member, worker.incarnation
+        member.watcher = asyncio.create_task(self._watch(member), name=f"watch {worker}")
+
+    def take_over(self, places: Sequence[BundlePlace], incarnations: Mapping[int, int]) -> None:
+        """Goes on with the places and the incarnations of a pool that another controller has started."""
+        self._places.take_over(places)
+        self._incarnations |= incarnations
 
     async def start(self, deadline: Deadline) -> None:
         """Places, starts, joins and builds the whole pool. A failure leaves nothing running."""
@@ -267,7 +280,7 @@ class WorkerPool:
             async with asyncio.timeout(limit.left_s):
                 for slot in slots:
                     self._incarnations[slot] = self._incarnations.get(slot, -1) + 1
-                    name = f"{self.pool.name}[{slot}]#{self._incarnations[slot]}"
+                    name = process_name(self.pool.name, slot, self._incarnations[slot])
                     processes[slot] = await self._transport.spawn(self.pool, slot, places[slot], name)
             handshakes = await self._handshakes(processes, began_s, limit)
         except BaseException as error:
@@ -280,9 +293,7 @@ class WorkerPool:
             raise
         for slot, handshake in handshakes.items():
             worker = WorkerId(self.pool.name, slot, handshake.node, handshake.device, self._incarnations[slot])
-            member = Member(slot=slot, worker=worker, process=processes[slot])
-            self._members[slot] = member
-            member.watcher = asyncio.create_task(self._watch(member), name=f"watch {worker}")
+            self.enlist(worker, processes[slot])
         await self._settle(slots, limit)
         await self._import(slots, limit)
         if self.meets:

@@ -17,7 +17,7 @@ from podium.controller.layout import HANG_SLACK_S, LINK, RUNNER, RoleNames, layo
 from podium.controller.phases import GENERATOR
 from podium.controller.recovery import RecoveryPlan
 from podium.controller.start_up import StartUp, ray_settings
-from podium.errors import PlacementError, PodiumError, RayDiedError, RoleError
+from podium.errors import AttachError, PlacementError, PodiumError, RayDiedError, RoleError
 from podium.importing import collector_off
 from podium.observe import Stopwatch
 from podium.recipe import OnPolicyRecipe
@@ -110,9 +110,13 @@ async def _drive(
 
 @contextmanager
 def _restarted_if_ray_died(supervision: Supervision | None) -> Iterator[None]:
-    """Without its Ray, the run can go on in a new process."""
+    """Without its Ray, or without what another process has left, the run can go on in a new process."""
     try:
         yield
+    except AttachError as error:
+        if supervision is not None:
+            supervision.ask_restart(f"{error} Ray and the workers are started again.", is_death=False)
+        raise
     except RayDiedError as error:
         if supervision is not None:
             supervision.ask_restart(str(error))
@@ -172,9 +176,10 @@ async def _assembled(
                 if recipe.placement.launcher == "inline":  # its workers would import the same modules at the same time
                     await preparing
                 (program, inputs), workers = await _both(
-                    preparing, asyncio.ensure_future(_started(recipe, folder, cluster, resume_step, names))
+                    preparing, asyncio.ensure_future(_started(recipe, folder, cluster, resume_step, names, start_up))
                 )
                 start_up.tell("ready")
+                _keep(start_up, resume_step)
             from podium.controller.healing import Assembled
 
             yield Assembled(
@@ -217,10 +222,22 @@ async def device_kind_of(recipe: OnPolicyRecipe, cluster: Cluster) -> str:
     return device
 
 
+def _keep(start_up: StartUp, resume_step: int | None) -> None:
+    """From now on Ray and the workers stay if this process dies."""
+    supervision, left = SUPERVISION.get(), start_up.left
+    if supervision is not None and start_up.ray is not None and start_up.ray.can_outlive:
+        supervision.keeps(start_up.ray.outlive(resume_step if left is None else left.resume_step))
+
+
 async def _started(
-    recipe: OnPolicyRecipe, folder: RunFolder, cluster: Cluster, resume_step: int | None, names: RoleNames
-) -> Workers:
+    recipe: OnPolicyRecipe, folder: RunFolder, cluster: Cluster, resume_step: int | None, names: RoleNames,
+    start_up: StartUp,
+) -> Workers:  # fmt: skip
+    """Starts the workers, or attaches to those that another process has left. Learners that replace one of these are
+    built like them."""
     placement, device = recipe.placement, await device_kind_of(recipe, cluster)
+    left = start_up.left
+    resume_step = resume_step if left is None else left.resume_step
     cpu = folder.cpu_settings(num_learners(recipe))
     layout = layout_of(recipe, folder, device=device, resume_step=resume_step, cpu=cpu, names=names)
     timeouts = Timeouts(
@@ -229,7 +246,8 @@ async def _started(
         hang_s=placement.timeout_s,
     )
     try:
-        workers = await cluster.start(layout, timeouts, deadline_s=max(600.0, placement.timeout_s))
+        begin = cluster.start if left is None else cluster.attach
+        workers = await begin(layout, timeouts, deadline_s=max(600.0, placement.timeout_s))
     except PlacementError as error:
         raise PlacementError(f"placement.devices: {placement.devices} devices have no place. {error}") from error
     if recipe.environment is not None:

@@ -21,7 +21,7 @@ from podium.controller.recovery import Abort, Death, RecoveryPlan, Respawn, Rewi
 from podium.controller.rewinding import death_of, milestones_of_killed, recorded_step, rewind
 from podium.controller.run import OnPolicyRun
 from podium.controller.watching import hang_reporter, saying_what_takes_long
-from podium.errors import CheckpointError, ClusterError, RoleError, WorkerDiedError
+from podium.errors import CheckpointError, ClusterError, RoleError, WorkerDiedError, counted
 from podium.observe import Console, Stopwatch
 from podium.recipe import OnPolicyRecipe
 from podium.runs.events import append_recovery
@@ -134,19 +134,22 @@ async def _rewound(
                 if run is not None:
                     with suppress(ClusterError):  # what is dead cannot be closed
                         await run.give_up()
-                inputs = await rewind(
-                    first, assembled.names, workers, committed=committed, most=most, are_new=error is None
-                )
+                are_new = error is None and not workers.num_attached
+                inputs = await rewind(first, assembled.names, workers, committed=committed, most=most, are_new=are_new)
                 break
             except (WorkerDiedError, OverdueError) as again:
                 error = again
     step, seconds = inputs.resume_step or 0, now_s() - began_s
     assert begun is not None
-    remedy_name = "restart" if begun.part == "controller" else "rewind"
+    remedy_name, how = "rewind", ""
+    if begun.part == "controller" and workers.num_attached:
+        remedy_name, how = "attach", f", attached to {counted(workers.num_attached, 'worker')}"
+    elif begun.part == "controller":
+        remedy_name, how = "restart", ", with new workers"
     append_recovery(
         first.folder.path, part=begun.part, cause=begun.cause, remedy=remedy_name, step=step, seconds=seconds
     )
-    console.note(f"the {begun.part} is back after {seconds:.1f} s: going on after step {step}")
+    console.note(f"the {begun.part} is back after {seconds:.1f} s{how}: going on after step {step}")
     return inputs
 
 

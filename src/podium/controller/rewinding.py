@@ -13,13 +13,14 @@ from podium.cluster.fanout import OverdueError
 from podium.controller.assembly import Inputs, state_handles
 from podium.controller.layout import ROLLOUT, RUNNERS, TRAIN, RoleNames
 from podium.controller.ledger import LEDGER_FILE, Ledger
+from podium.controller.phases import GENERATOR
 from podium.controller.recovery import Death, Part
 from podium.engine.checkpoint_files import SavedCheckpoint, saved_steps, set_aside_later
 from podium.errors import CheckpointError, WorkerDiedError
 from podium.observe import StepMetrics, read_metrics
 from podium.roles.grading_handle import RewardModelHandle
-from podium.roles.handles import ScorerHandle
-from podium.roles.interfaces import RewardModel, Scorer
+from podium.roles.handles import PHASE_S, GeneratorHandle, ScorerHandle
+from podium.roles.interfaces import POLICY, Critic, Generator, Learner, RewardModel, Scorer
 from podium.roles.state_handle import StateHandle
 from podium.runs.folder import RunFolder
 from podium.runs.milestones import Milestones
@@ -49,6 +50,8 @@ async def rewind(
         await workers.recover(pool)
     if ROLLOUT in workers.pools:
         await workers.renew_channels(ROLLOUT)
+    if workers.num_attached:
+        committed = max(committed, await take_over(names, workers))
     step, saved = await _restored(first, state_handles(first.recipe, names, workers), workers, most, are_new)
     if step < committed and ROLLOUT in workers.pools:
         # They have weights of a version that will be made again, and may come out differently.
@@ -59,6 +62,19 @@ async def rewind(
     for _, name in names.reward_models:
         await RewardModelHandle(workers.role(name, RewardModel)).hold("resident")
     return first.rewound(step, saved)
+
+
+async def take_over(names: RoleNames, workers: Workers) -> int:
+    """Brings roles to a known state that another controller has used. Returns the newest version of the weights that a
+    generator has."""
+    await workers.role(POLICY, Learner).within(PHASE_S).call_all(Learner.finish_saving)
+    if names.critic is not None:
+        await workers.role(names.critic, Critic).within(PHASE_S).call_all(Critic.finish_saving)
+    if ROLLOUT not in workers.pools or names.lent is not None:
+        # On the learner's devices: they leave room for what it restores, and wake with its weights.
+        await GeneratorHandle(workers.role(names.lent or GENERATOR, Generator)).hold("offloaded")
+    usages = await GeneratorHandle(workers.role(GENERATOR, Generator)).usage()
+    return max((each.version for each in usages.values()), default=0)
 
 
 def recorded_step(inputs: Inputs) -> int:
@@ -74,10 +90,11 @@ def recorded_step(inputs: Inputs) -> int:
 
 def milestones_of_killed(first: Inputs, step: int) -> Milestones:
     """What a run whose controller was killed has saved and evaluated, as it goes on after `step`. `first`: the inputs
-    with which its workers were started, from its newest checkpoint."""
+    from the newest checkpoint that it had then."""
     evaluated = {each.step for each in _metrics(first.folder) if any(name.startswith(HELDOUT) for name in each.values)}
+    saved = [each for each in _whole_checkpoints(first.folder) if each <= step]  # workers may have ended one meanwhile
     return Milestones(
-        first.recipe, step, evaluates=bool(first.heldout), saved_step=first.resume_step or 0, restarted=True,
+        first.recipe, step, evaluates=bool(first.heldout), saved_step=max(saved, default=0), restarted=True,
         is_evaluated=step in evaluated,
     )  # fmt: skip
 
@@ -98,7 +115,7 @@ async def _restored(
     if step in in_memory:
         values = [await state.restore(step, "memory") for state in states]
         return step, values[0]
-    if step == begin:
+    if step == begin and (are_new or step == 0):
         if not are_new:
             await workers.recover(TRAIN, everyone=True)  # they are built with this state
         return step, first.saved

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first part of a controlled run's start-up: starts a local Ray in the background."""
+"""The first part of a controlled run's start-up: starts a local Ray in the background, or attaches to the one that
+another controller of the same command has left."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from podium.cluster.local_ray import LocalRay, is_connected
 from podium.observe import Console, StartUpLog
 from podium.recipe import OnPolicyRecipe
 from podium.roles.interfaces import IMPLEMENTATIONS, Generator, Learner
+from podium.runs.supervised import SUPERVISION, KeptRay
 
 # Modules of the roles that every run has. Modules of other roles add little import time.
 _PRELOAD = tuple(IMPLEMENTATIONS[role].partition(":")[0] for role in (Learner, Generator))
@@ -24,6 +27,7 @@ class StartUp:
     console: Console
     tell: Callable[[str], object] = lambda what: None
     ray: LocalRay | None = None
+    left: KeptRay | None = None  # what another controller has left, if `ray` is that one
 
 
 def ray_settings(recipe: OnPolicyRecipe) -> RayCluster:
@@ -35,8 +39,9 @@ def ray_settings(recipe: OnPolicyRecipe) -> RayCluster:
 
 
 @contextmanager
-def early_start(recipe: OnPolicyRecipe, console: Console) -> Iterator[StartUp]:
-    """Starts a local Ray in the background if the run needs one. Stops it if the run does not use it."""
+def early_start(recipe: OnPolicyRecipe, console: Console, left: KeptRay | None = None) -> Iterator[StartUp]:
+    """Starts a local Ray in the background if the run needs one, or attaches to the one that is `left`. Stops it if the
+    run does not use it. Under a supervisor that starts the run again, its processes do not end with this one."""
     if recipe.placement.launcher == "inline":
         yield StartUp(console=console)
         return
@@ -45,9 +50,13 @@ def early_start(recipe: OnPolicyRecipe, console: Console) -> Iterator[StartUp]:
         tell("reading the files of the recipe")
         yield StartUp(console=console, tell=tell)
         return
-    tell("starting Ray")
-    local = LocalRay(settings)
+    supervision = SUPERVISION.get()
+    is_kept = supervision is not None and supervision.has_begun
+    tell("attaching to Ray" if left is not None else "starting Ray")
+    local = LocalRay(settings, supervisor=os.getppid() if is_kept else None, attach_to=left)
     try:
-        yield StartUp(console=console, tell=tell, ray=local)
+        yield StartUp(console=console, tell=tell, ray=local, left=left)
     finally:
+        if supervision is not None:
+            supervision.keeps(None)
         local.stop()

@@ -126,7 +126,7 @@ class CriticRank(Critic):
 
     def update(self, shard: CriticShard, lr: float) -> Computed[TokenColumn]:
         """All optimizer steps over this rank's share of a batch."""
-        self._state.wait_copied()
+        self._state.begin_change()
         self._steps_before = self._engine.num_optimizer_steps
         block = shard.rows.read() if len(shard.rows) else empty_block()
         columns = shard.columns.read() if len(shard.columns) else None
@@ -188,7 +188,10 @@ class CriticRank(Critic):
         """Goes back to the weights and optimizer state after this step."""
         self.hold("resident")
         saved = self._state.read(step, source)
-        restore_engine(self._engine, saved)
+        if not self._state.is_after(step):
+            self._state.begin_change()
+            restore_engine(self._engine, saved)
+            self._state.note_restored(step)
         return saved.values
 
     @property

@@ -121,7 +121,16 @@ class EpisodeRunner(EpisodeSource):
         finally:
             self._loop.run_until_complete(blocks.aclose())
             self._host.end_shard()
-            self._jobs, self._abandoned, self._is_finished = asyncio.Queue(), asyncio.Event(), False
+            self._forget_jobs()
+
+    def reset(self) -> None:
+        """Forgets episodes of a stream that has ended, or has never begun."""
+        self._loop.run_until_complete(asyncio.sleep(0))  # what control threads have asked for
+        self._forget_jobs()
+        self._uses_lent = False
+
+    def _forget_jobs(self) -> None:
+        self._jobs, self._abandoned, self._is_finished = asyncio.Queue(), asyncio.Event(), False
 
     def lanes(self) -> int:
         """Number of episodes that run at the same time."""

@@ -179,7 +179,22 @@ class GeneratorRank(Generator):
     def usage(self) -> GeneratorUsage:
         """The state of the engine, and what it waited for."""
         idle_s = self._admissions.idle_s + self._mailboxes.idle_s
-        return GeneratorUsage(load=self._engine.load(), idle_s=idle_s, install_s=self._install_s)
+        return GeneratorUsage(
+            load=self._engine.load(), idle_s=idle_s, install_s=self._install_s, version=self._engine.version
+        )
+
+    def abandon(self) -> None:
+        """Ends `stream` and `serve`."""
+        self.finish_stream(abandon=True)
+        self.stop_serving(give_back=True)
+
+    def reset(self) -> None:
+        """Gives up what the engine has left, and forgets its answers."""
+        self._engine.cancel((*self._admissions.open_ids, *self._mailboxes.open_ids))
+        for _ in self._engine.results(deadline_s=self._spec.deadline_s):
+            pass
+        self._admissions.reset()
+        self._mailboxes.reset()
 
     def close(self) -> None:
         """Closes the engine."""

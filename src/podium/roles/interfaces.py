@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from podium.cluster import Computed, Metric, RowRefs
+from podium.cluster import Computed, Interruptible, Metric, RowRefs
 from podium.data.costs import SequenceCost
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, TrajectoryIds, ValueColumns
 from podium.engine.checkpoint_files import SaveState
@@ -196,11 +196,19 @@ class GeneratorUsage:
     load: Load
     idle_s: float  # without anything to answer, while it could have
     install_s: float  # in which weights were installed and nothing was answered
+    version: int = 0  # of its weights
 
 
-class EpisodeSource(ABC):
+class EpisodeSource(Interruptible):
     """A worker that runs episodes: a generator, or an episode runner. `stream` runs on the work thread; the other
     methods are for control threads."""
+
+    def abandon(self) -> None:
+        """Ends `stream` and what else waits for a controller that is gone."""
+        self.finish_stream(abandon=True)
+
+    def reset(self) -> None:
+        """Forgets episodes of a stream that has ended, or has never begun."""
 
     @abstractmethod
     def stream(self, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:

@@ -117,7 +117,7 @@ class LearnerRank(Learner):
 
     def update(self, shard: UpdateShard, plan: UpdatePlan) -> Computed[TokenColumn]:
         """All optimizer steps over this rank's share of a batch."""
-        self._state.wait_copied()
+        self._state.begin_change()
         self._steps_before = self.engine.num_optimizer_steps
         block = shard.rows.read() if len(shard.rows) else empty_block()
         with self._context.span("update"):
@@ -185,7 +185,10 @@ class LearnerRank(Learner):
         """Goes back to the weights and optimizer state after this step."""
         self.hold("resident")
         saved = self._state.read(step, source)
-        restore_engine(self.engine, saved)
+        if not self._state.is_after(step):
+            self._state.begin_change()
+            restore_engine(self.engine, saved)
+            self._state.note_restored(step)
         return saved.values
 
     def grade(self, step: int, loss: float) -> str | None:

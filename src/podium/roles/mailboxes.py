@@ -40,6 +40,14 @@ class Mailboxes:
             self._closing = True
             self._changed.notify_all()
 
+    def reset(self) -> None:
+        """Closes the mailboxes, and forgets what is in them."""
+        with self._changed:
+            self._closing, self._failure = True, None
+            self._owners.clear()
+            self._boxes.clear()
+            self._changed.notify_all()
+
     def expect(self, runner: str, ids: Sequence[TrajectoryId]) -> bool:
         """Routes the answers of these requests to this runner. False: the mailboxes are closed."""
         with self._changed:

@@ -24,11 +24,26 @@ class RoleState:
     ) -> None:  # fmt: skip
         """`memory`: folder of snapshots in host memory; None: there are none. `pieces`: the tensors of the state."""
         self._memory, self._checkpoints = memory, checkpoints
+        self._step: int | None = None  # the state is that after this step; None: it has changed since, or is unknown
         self._snapshots = None if memory is None else MemorySnapshots(memory, mesh, node=node, pieces=pieces)
 
     def snapshot(self, step: int, extras: Extras) -> str | None:
         """Begins a snapshot. Returns why there is none, if there is none. Collective."""
+        self._step = step
         return "it is switched off" if self._snapshots is None else self._snapshots.take(step, extras)
+
+    def begin_change(self) -> None:
+        """The state changes from now on. Waits until its last snapshot is copied."""
+        self._step = None
+        self.wait_copied()
+
+    def is_after(self, step: int) -> bool:
+        """Whether the state is that after this step, so that nothing has to be restored."""
+        return self._step == step
+
+    def note_restored(self, step: int) -> None:
+        """The state after this step was restored."""
+        self._step = step
 
     def wait_copied(self) -> None:
         """Until then the tensors of the last snapshot must not change."""

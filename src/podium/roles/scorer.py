@@ -74,7 +74,7 @@ class ScorerRank(Scorer):
 
     def copy_from(self, role: str) -> None:
         """Copies the weights of the colocated learner."""
-        self._state.wait_copied()
+        self._state.begin_change()
         learner = self._context.colocated_role(role, LearnerRank)
         with torch.no_grad():
             masters = {each.name: each.master for each in (*learner.engine.optimizer.trained, *learner.engine.frozen)}
@@ -107,8 +107,11 @@ class ScorerRank(Scorer):
         """Goes back to the weights after this step."""
         self.hold("resident")
         saved = self._state.read(step, source)
-        reshard(self._model)
-        saved.load(self._pieces())
+        if not self._state.is_after(step):
+            self._state.begin_change()
+            reshard(self._model)
+            saved.load(self._pieces())
+            self._state.note_restored(step)
         return saved.values
 
     def _pieces(self) -> list[TensorShard]:

@@ -21,7 +21,7 @@ class Recovery:
 
     part: str  # what died: grader, runner, generator, learner, controller, rank
     cause: str
-    remedy: str  # what was done: retry, respawn, rewind, restart; fewer: the run went on without it
+    remedy: str  # what was done: retry, respawn, rewind, restart, attach; fewer: the run went on without it
     step: int  # committed when the run went on
     seconds: float  # until then
     time_s: float  # when it went on, since 1970

@@ -8,9 +8,42 @@ import json
 import os
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+GUARD = "guard"
+"""The name of the process that ends a Ray with the process that it belongs to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptProcess:
+    """A process that outlives the one that started it. Its pid and `started` together are unique."""
+
+    pid: int
+    started: int  # in clock ticks since boot
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRay:
+    """The Ray of a run, with its workers: it outlives the process that started it, for the one that takes its place.
+    Only in memory and in pipes: it has the token."""
+
+    address: str
+    token: str = field(repr=False)
+    processes: tuple[KeptProcess, ...]  # their descendants belong to it too
+    folder: str | None  # of the server that forks workers; removed in the end
+    resume_step: int | None  # with which the workers were built
+
+    def values(self) -> Mapping[str, Any]:
+        """As JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> KeptRay:
+        """From JSON values."""
+        return cls(**{**values, "processes": tuple(KeptProcess(**each) for each in values["processes"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +52,7 @@ class Predecessor:
 
     cause: str  # of its end
     ended_s: float  # by the clock of `time.monotonic`, which all processes of a machine share
+    ray: KeptRay | None = None  # what it has left behind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +95,10 @@ class Supervision:
         """The run folder has all that is needed to go on: before, the command itself has to be repeated."""
         self._tell("recorded", True)
 
+    def keeps(self, ray: KeptRay | None) -> None:
+        """If this process dies, its Ray and its workers go on, for the next one. None: they end, or have ended."""
+        self._tell("ray", None if ray is None else dict(ray.values()))
+
     def note_progress(self) -> None:
         """A step was committed."""
         self._tell("progress", True)
@@ -69,11 +107,17 @@ class Supervision:
         """A signal to stop or to end came."""
         self._tell("signal", True)
 
-    def ask_restart(self, cause: str) -> None:
-        """This process ends now, and another one should go on, if its run may be started again."""
+    @property
+    def has_begun(self) -> bool:
+        """Whether the process is started again if it dies."""
+        return self._has_begun
+
+    def ask_restart(self, cause: str, *, is_death: bool = True) -> None:
+        """This process ends now, and another one should go on with nothing of it, if its run may be started again.
+        Without `is_death` that does not count: what this process found is of no use to it."""
         if self._has_begun:
             self.asks_restart = True
-            self._tell("restart", cause)
+            self._tell("restart" if is_death else "start_anew", cause)
 
     def _tell(self, name: str, value: Any) -> None:
         with contextlib.suppress(OSError):  # nobody reads, or not fast enough

@@ -13,7 +13,7 @@ from podium.cluster.host import RoleHost, parameters_of
 from podium.cluster.identity import WorkerId
 from podium.cluster.layout import public_methods
 from podium.cluster.meshes import MeshShape, RoleMesh
-from podium.cluster.messages import Build, Disconnect, Import, Invoke, Settle
+from podium.cluster.messages import Build, Clear, Disconnect, Import, Invoke, Settle
 from podium.cluster.results import Computed
 from podium.cluster.worker_context import WorkerContext
 from podium.errors import ClusterError, DataError
@@ -319,3 +319,42 @@ def test_computed_rows_without_trajectories_are_still_rows():
     head, rows = done(built().perform(invoke(Counter.generate, "rows"), Request(ids=ids(range(0)))))
     assert (len(head.ids), head.stored, len(rows.tokens_T)) == (0, True, 0)
     assert isinstance(Computed(rows=rows).ids, type(FOUR))
+
+
+NEXT = WorkerId("gen", 1, "node-a", "cpu", 3)
+
+
+def test_after_another_controller_has_attached_calls_of_the_first_are_refused():
+    host = built(arguments=(5,))
+    beats = host.beats(0.0)
+    next(beats)
+    attached = host.attach()
+    assert (attached.worker, attached.roles, attached.pid) == (NEXT, {"counter"}, os.getpid())
+    assert list(beats) == []
+    assert "which is another worker" in failure(host.perform(invoke(Counter.add), 1)).text
+    assert done(host.perform(invoke(Counter.value, worker=NEXT))) == (5, None)
+
+
+def test_roles_know_the_new_name_of_their_worker():
+    host = built(Picky)
+    host.attach()
+    assert done(host.perform(invoke(Picky.seen, worker=NEXT)))[0].worker == NEXT
+
+
+def test_a_worker_is_clear_when_calls_on_control_threads_have_ended():
+    host, inside, leave = built(Picky), threading.Event(), threading.Event()
+    controlling = threading.Thread(target=host.control, args=(invoke(Picky.hold), inside, leave))
+    controlling.start()
+    assert inside.wait(20)
+    host.attach()
+    assert "calls of an earlier controller run" in failure(host.perform(Clear(deadline_s=0.05))).text
+    leave.set()
+    assert done(host.perform(Clear(deadline_s=20.0))) == (0, None)
+    controlling.join(20)
+
+
+def test_a_worker_knows_the_last_call_to_all_that_it_began():
+    host = built()
+    done(host.perform(Invoke(WORKER, "counter", "value", "value", 7)))
+    done(host.perform(invoke(Counter.value)))
+    assert done(host.perform(Clear(deadline_s=1.0))) == (7, None)

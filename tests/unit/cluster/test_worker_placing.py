@@ -10,10 +10,10 @@ from helpers.roles import Counter
 from podium.cluster.cluster import Cluster
 from podium.cluster.inline import InlineTransport
 from podium.cluster.layout import Layout, Pool, RoleSpec
+from podium.cluster.member import Timeouts
 from podium.cluster.meshes import MeshShape
 from podium.cluster.placement import NodeState
 from podium.cluster.transport import BundlePlace
-from podium.cluster.worker_pool import Timeouts
 from podium.errors import PlacementError
 
 HURRIED = Timeouts(place_s=0.3, start_s=10, beat_s=0.05)

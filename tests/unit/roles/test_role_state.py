@@ -77,3 +77,15 @@ def test_without_memory_there_is_none() -> None:
     assert role.snapshot(1, Extras(values={}, arrays={})) == "it is switched off"
     with pytest.raises(CheckpointError, match="not kept in memory"):
         role.read(1, "memory")
+
+
+def test_it_knows_after_which_step_it_is_until_it_changes(tmp_path: Path) -> None:
+    role = state(tmp_path)
+    assert not role.is_after(0)
+    role.snapshot(3, Extras(values={}, arrays={}))
+    assert role.is_after(3)
+    assert not role.is_after(2)
+    role.begin_change()
+    assert not role.is_after(3)
+    role.note_restored(3)
+    assert role.is_after(3)
