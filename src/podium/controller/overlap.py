@@ -46,6 +46,7 @@ class OverlapExecutor:
         self._grading = GradingQueue(parts.roles.grader, self._note_graded)
         self._in_flight: InFlight = "keep" if parts.recipe.rollout.on_new_weights == "keep" else "recompute"
         self._is_pausing = False
+        self._is_finishing = False  # streams take no more episodes
         self._members = Membership(parts, state, self._note_news)
         self._equipping: asyncio.Task[None] | None = None
         self._retiring: set[int] = set()  # ranks of generators that give back what they run
@@ -114,7 +115,7 @@ class OverlapExecutor:
             if self._versions:
                 self._devices.note_published(min(self._versions.values()))
         finally:
-            self._is_pausing = False
+            self._is_pausing = self._is_finishing = False
 
     async def close(self) -> None:
         """Gives up the episodes that are running. Weights that are on their way arrive first: they must not replace
@@ -134,12 +135,17 @@ class OverlapExecutor:
     async def _drain(self, generating: asyncio.Task[None]) -> None:
         """Waits for the episodes that run, for weights on their way, and for the end of the streams."""
         # A step may be ready before its streams are open; a stream that opens later would not be finished.
-        await self._until(lambda: self._stream is not None and not self._flow.num_running and not self._tasks)
+        # Episodes of a worker that is being retired come back before it has left, and are then given to others.
+        await self._until(self._is_drained)
         assert self._stream is not None, "it was waited for"
+        self._is_finishing = True
         await self._stream.finish()
         self._generating = None
         await generating
         self._raise_error()
+
+    def _is_drained(self) -> bool:
+        return self._stream is not None and not (self._flow.num_running or self._tasks or self._retiring)
 
     # --- tasks ---
 
@@ -294,7 +300,7 @@ class OverlapExecutor:
         self._publish()
         if self._lent is not None and isinstance(self._flow.take_lending(), Recall):
             self._start(self._recall, self._lent)
-        if self._stream is None or (self._is_pausing and not is_repeated):
+        if self._stream is None or self._is_finishing or (self._is_pausing and not is_repeated):
             return
         try:
             for admission in self._flow.take_admissions():

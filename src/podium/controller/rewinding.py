@@ -44,9 +44,9 @@ async def rewind(
     """Replaces dead workers and restores the newest step that there is, up to `most`. `first`: the inputs with which
     the workers were started; `committed`: the last committed step; `are_new`: no worker has done anything yet. A worker
     that dies meanwhile raises WorkerDiedError, and the call can be repeated."""
-    if ROLLOUT in workers.pools:  # the run goes on with those that live, and fills the slots of the others later
-        workers.vacate(ROLLOUT, workers.worker_pool(ROLLOUT).dead)
     for pool in workers.pools:
+        if pool == ROLLOUT:  # the run goes on with those that live, and fills the slots of the others later
+            workers.vacate(ROLLOUT, workers.worker_pool(ROLLOUT).dead)
         await workers.recover(pool)
     if ROLLOUT in workers.pools:
         await workers.renew_channels(ROLLOUT)

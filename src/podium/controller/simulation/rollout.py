@@ -44,6 +44,7 @@ class SimulatedGenerator(Generator):
         self._limits: dict[tuple[int, int], int] = {}  # (prompt, sample) -> most tokens, of open episodes
         self._begun: dict[tuple[int, int], EndedSequence] = {}  # tokens of other devices, of open episodes
         self._returned: list[EndedSequence] = []  # given back and not sent yet
+        self._ended: list[EndedSequence] = []  # not sent yet
         self._num_tokens = self._num_finished = 0
         self._idle_s = self._install_s = 0.0
         for each in costs.slowness_of(context.worker):
@@ -53,9 +54,20 @@ class SimulatedGenerator(Generator):
 
     def _set_speed(self) -> None:
         """Its device is as fast from now on as it is at this time."""
-        self._device.advance(self._clock())
+        self._advance()
         self._device.cost = self._costs.model.generation.slower(self._costs.factor(self._worker))
         self._changed.set()
+
+    def _advance(self) -> None:
+        """Generates until now. Nobody may have asked for the sequences that have ended meanwhile."""
+        while (ends_s := self._device.next_end_s()) is not None and ends_s <= self._clock():
+            self._device.advance(ends_s)
+            self._ended.append(self._device.end_next())
+        self._device.advance(self._clock())
+
+    @property
+    def _num_open(self) -> int:
+        return self._device.num_open + len(self._ended)
 
     # --- episodes ---
 
@@ -75,7 +87,7 @@ class SimulatedGenerator(Generator):
                     length -= begun[index, sample].sequence.tokens
                 sequences.append(DeviceSequence(group=index, attempt=shard.attempt, sample=sample, tokens=length))
                 self._limits[index, sample] = plan.max_new_tokens
-        self._device.advance(self._clock())
+        self._advance()
         self._device.add(sequences)
         self._changed.set()
         num_begun = sum(each.sequence.tokens for each in begun.values())
@@ -94,7 +106,7 @@ class SimulatedGenerator(Generator):
         self._changed.set()
 
     def _take_out(self, episodes: set[Episode] | None) -> None:
-        self._device.advance(self._clock())
+        self._advance()
         self._returned += self._device.take_out(episodes)
         self._changed.set()
 
@@ -104,7 +116,7 @@ class SimulatedGenerator(Generator):
         try:
             while True:
                 ended = await self._next_ended()
-                if self._is_finished and not self._device.num_open:
+                if self._is_finished and not self._num_open:
                     break
                 if ended or self._returned:
                     yield self._computed(ended, ())
@@ -114,28 +126,29 @@ class SimulatedGenerator(Generator):
             self._is_finished = False
             self._limits.clear()
             self._begun.clear()
+            self._ended.clear()
 
     async def _next_ended(self) -> list[EndedSequence]:
         """Waits until a sequence ends, or something has changed. Returns all sequences that end at that time."""
         device, began_s = self._device, self._clock()
-        if self._is_finished and not device.num_open:
+        if self._is_finished and not self._num_open:
             return []
-        device.advance(began_s)
+        self._advance()
         ends_s = device.next_end_s()
         self._changed.clear()
         try:
-            async with asyncio.timeout(None if ends_s is None else max(0.0, ends_s - began_s)):
-                await self._changed.wait()
+            if not self._ended:
+                async with asyncio.timeout(None if ends_s is None else max(0.0, ends_s - began_s)):
+                    await self._changed.wait()
         except TimeoutError:
-            device.advance(self._clock())
-            ended = [device.end_next()]
-            while (ends_s := device.next_end_s()) is not None and ends_s <= self._clock():
-                ended.append(device.end_next())
-            return ended
+            self._advance()
+            if not self._ended:  # a rounding error
+                self._ended.append(device.end_next())
         finally:
             if ends_s is None and device.pause is None:
                 self._idle_s += self._clock() - began_s
-        return []
+        ended, self._ended = self._ended, []
+        return ended
 
     def _computed(self, ended: Sequence[EndedSequence], metrics: tuple[Metric, ...]) -> Computed[TrajectoryBlock]:
         returned, self._returned = self._returned, []
@@ -205,7 +218,7 @@ class SimulatedGenerator(Generator):
         asyncio.get_running_loop().call_later(seconds, self._set_pause, None)
 
     def _set_pause(self, cause: Pause | None) -> None:
-        self._device.advance(self._clock())
+        self._advance()
         self._device.pause = cause
         self._changed.set()
 
