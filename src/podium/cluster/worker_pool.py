@@ -66,6 +66,7 @@ class WorkerPool:
         self._ends_hung = False  # whether that is under way
         self.unfinished: set[int] = set()  # slots whose new worker has no links or no state yet
         self.vacant = set(range(pool.num_first, pool.slots))  # slots without a worker that can be called
+        self._filled: set[int] = set()  # those of them whose new worker has its roles
 
     @property
     def members(self) -> list[Member]:
@@ -80,7 +81,7 @@ class WorkerPool:
     @property
     def ready(self) -> tuple[int, ...]:
         """Vacant slots in which `fill` has started a worker that lives, and does not leave already."""
-        started = [each for each in self.members if each.slot in self.vacant]
+        started = [each for each in self.members if each.slot in self.vacant & self._filled]
         return tuple(each.slot for each in started if each.died is None and each.leaving is None)
 
     @property
@@ -153,6 +154,7 @@ class WorkerPool:
         for their successors."""
         self.vacant |= set(slots)
         self.unfinished -= set(slots)
+        self._filled -= set(slots)
         for slot in slots:
             self._end_member(slot)
         if frees_places:
@@ -163,10 +165,12 @@ class WorkerPool:
         taken from `vacant`. Returns the slots; a failure leaves none of them running."""
         for slot in self.vacant.intersection(self._members) - set(self.ready):
             self._end_member(slot)
+        self._filled.intersection_update(self.ready)
         slots = await place_vacant(self, self._transport, self._placing, deadline)
         try:
             if slots:
                 await self._start(slots, deadline)
+                self._filled.update(slots)
         except BaseException:
             for slot in slots:
                 self._end_member(slot)

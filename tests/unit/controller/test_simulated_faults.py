@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from helpers.simulated_faults import FAULT_COSTS, LAYOUTS, CalmRuns, Case, Schedule, fault_recipe, run_with
-from podium.cluster.simulated_faults import SimulatedDeath, SimulatedDelay, SimulatedLoss, SimulatedSilence
+from podium.cluster.simulated_faults import (
+    SimulatedDeath,
+    SimulatedDelay,
+    SimulatedDrain,
+    SimulatedJoin,
+    SimulatedLoss,
+    SimulatedNodeLoss,
+    SimulatedNotice,
+    SimulatedSilence,
+)
 from podium.controller.simulation.costs import SimulatedSlowness
 from podium.controller.simulation.faults import SimulatedFault, SimulatedStop, random_faults, shortest
 from podium.errors import WorkerDiedError
@@ -235,8 +244,9 @@ def test_random_faults_are_of_all_kinds_and_in_all_pools(tmp_path: Path) -> None
         faults += random_faults(recipe, end_s=60.0, most=6, seed=seed)
 
     kinds = {SimulatedDeath, SimulatedSilence, SimulatedDelay, SimulatedLoss, SimulatedSlowness, SimulatedStop}
-    assert {type(fault) for fault in faults} == kinds
-    slots = {(fault.pool, fault.slot) for fault in faults if not isinstance(fault, SimulatedStop)}
+    others = {SimulatedNotice, SimulatedNodeLoss, SimulatedDrain, SimulatedJoin}
+    assert {type(fault) for fault in faults} == kinds | others
+    slots = {(fault.pool, fault.slot) for fault in faults if hasattr(fault, "slot")}
     assert slots == {("train", 0), ("rollout", 0), ("rollout", 1), ("graders", 0), ("graders", 1)}
     assert all(fault.at_s >= 0.0 for fault in faults)
 
