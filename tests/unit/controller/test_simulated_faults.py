@@ -42,6 +42,41 @@ def test_a_run_with_faults_comes_to_its_end(calm_runs: CalmRuns, seed: int) -> N
     Schedule(calm_runs, seed).check()
 
 
+FOUND: dict[str, tuple[Case, list[SimulatedFault]]] = {
+    "a generator dies while the learner is replaced, and has no place": (
+        Case(layout="elastic", staleness=4, variant=8),
+        [
+            SimulatedDeath(at_s=10.4924, pool="train", slot=0),
+            SimulatedNodeLoss(at_s=11.6745, node=0, seconds=200.0),
+        ],
+    ),
+    "the last episodes before an evaluation are moved": (
+        Case(layout="split", staleness=4, variant=1),
+        [
+            SimulatedDelay(at_s=7.446382, pool="graders", slot=1, seconds=15.912565, late_s=3.0),
+            SimulatedSlowness(at_s=9.516143, pool="rollout", slot=1, seconds=4.460422, factor=2.0),
+            SimulatedNotice(at_s=10.894964, pool="rollout", slot=1, grace_s=2.0),
+        ],
+    ),
+    "a node is drained as streams end": (
+        Case(layout="elastic", staleness=1, variant=5),
+        [SimulatedDrain(at_s=9.36416, node=0, grace_s=0.1, seconds=0.0)],
+    ),
+    "a generator that joins is slow to be built": (
+        Case(layout="split", staleness=4, variant=7),
+        [
+            SimulatedDeath(at_s=7.932573, pool="rollout", slot=1),
+            SimulatedDelay(at_s=9.322677, pool="rollout", slot=1, seconds=7.327422, late_s=20.0),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_what_random_faults_have_found(calm_runs: CalmRuns, case: str) -> None:
+    calm_runs.with_faults(*FOUND[case])
+
+
 @pytest.mark.slow
 def test_fifty_runs_with_faults(calm_runs: CalmRuns) -> None:
     for seed in range(1000, 1050):
