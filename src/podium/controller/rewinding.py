@@ -11,7 +11,7 @@ from typing import Any
 from podium.cluster import Workers
 from podium.cluster.fanout import OverdueError
 from podium.controller.assembly import Inputs, state_handles
-from podium.controller.layout import ROLLOUT, RUNNERS, TRAIN, RoleNames
+from podium.controller.layout import ROLLOUT, RUNNER, RUNNERS, TRAIN, RoleNames
 from podium.controller.ledger import LEDGER_FILE, Ledger
 from podium.controller.phases import GENERATOR
 from podium.controller.recovery import Death, Part
@@ -20,7 +20,7 @@ from podium.errors import CheckpointError, WorkerDiedError
 from podium.observe import StepMetrics, read_metrics
 from podium.roles.grading_handle import RewardModelHandle
 from podium.roles.handles import PHASE_S, GeneratorHandle, ScorerHandle
-from podium.roles.interfaces import POLICY, Critic, Generator, Learner, RewardModel, Scorer
+from podium.roles.interfaces import POLICY, Critic, EpisodeSource, Generator, Learner, RewardModel, Scorer
 from podium.roles.state_handle import StateHandle
 from podium.runs.folder import RunFolder
 from podium.runs.milestones import Milestones
@@ -50,6 +50,9 @@ async def rewind(
         await workers.recover(pool)
     if ROLLOUT in workers.pools:
         await workers.renew_channels(ROLLOUT)
+    if RUNNERS in workers.pools:
+        # Their streams may have failed before they were given up: the next ones must not count as finished.
+        await workers.role(RUNNER, EpisodeSource).within(PHASE_S).call_all(EpisodeSource.reset)
     if workers.num_attached:
         committed = max(committed, await take_over(names, workers))
     step, saved = await _restored(first, state_handles(first.recipe, names, workers), workers, most, are_new)
