@@ -42,10 +42,10 @@ test-slow:  ## the rest: several ranks, kills, restarts
 	$(MAKE) --no-print-directory -j 2 test-slow-parallel test-slow-serial
 
 test-slow-parallel: $(INSTALLED)  ## beside the serial ones, with twice the usual time for a test
-	$(BIN)/python -m pytest -q --timeout 600 -m "$(SLOW) and not serial"
+	$(BIN)/python -m pytest -q --timeout 600 --durations=30 -m "$(SLOW) and not serial"
 
 test-slow-serial: $(INSTALLED)  ## what needs Ray or a steady clock
-	$(BIN)/python -m pytest -q -m "$(SLOW) and serial"
+	$(BIN)/python -m pytest -q --durations=30 -m "$(SLOW) and serial"
 
 test-soak: $(INSTALLED)  ## kills at more moments, longer sweeps of simulated schedules
 	$(BIN)/python -m pytest -q --timeout 600 -m "soak and not gpu"
