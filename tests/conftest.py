@@ -34,19 +34,23 @@ _LONGEST_FIRST = ("golden", "spmd", "e2e", "newcomer", "rollout", "unit/rollout"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start Ray are serial: it uses all processors. Those in soak.txt are for `make test-soak`. Files that
     take long come first."""
-    soaked = soaked_tests()
+    soaked = _soaked_tests()
     for item in items:
         if _starts_ray(item):
             item.add_marker(pytest.mark.serial)
-        if item.nodeid.removeprefix("tests/") in soaked:
+        if _is_soaked(item.nodeid.removeprefix("tests/"), soaked) and item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.soak)
     items.sort(key=lambda item: _rank(item.path))
 
 
-def soaked_tests() -> frozenset[str]:
-    """The ids in soak.txt."""
-    lines = (_TESTS / "soak.txt").read_text(encoding="utf-8").splitlines()
-    return frozenset(line for line in lines if line and not line.startswith("#"))
+def _soaked_tests() -> tuple[frozenset[str], tuple[str, ...]]:
+    """The ids in soak.txt, and the beginnings of ids."""
+    lines = [line for line in (_TESTS / "soak.txt").read_text(encoding="utf-8").splitlines() if line[0] != "#"]
+    return frozenset(lines), tuple(line[:-1] for line in lines if line.endswith("*"))
+
+
+def _is_soaked(id: str, soaked: tuple[frozenset[str], tuple[str, ...]]) -> bool:
+    return id in soaked[0] or id.startswith(soaked[1])
 
 
 def _starts_ray(item: pytest.Item) -> bool:

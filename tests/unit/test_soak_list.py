@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conftest import soaked_tests
-
 TESTS = Path(__file__).parents[1]
 
 
 def test_every_line_names_a_test() -> None:
     missing = []
-    for line in soaked_tests():
+    for line in (TESTS / "soak.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
         file, _, name = line.partition("::")
-        function = name.split("[")[0].rpartition("::")[2]
-        if f"def {function}(" not in (TESTS / file).read_text(encoding="utf-8"):
+        function = name.rstrip("*").split("[")[0].rpartition("::")[2]
+        if f"def {function}" not in (TESTS / file).read_text(encoding="utf-8"):
             missing.append(line)
     assert not missing

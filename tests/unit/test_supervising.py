@@ -225,6 +225,7 @@ def test_the_end_of_a_command_ends_what_its_controller_kept(tmp_path: Path) -> N
     kept = start()
     Path("left").write_text(str(kept.pid))
     keep(kept)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     die(signal.SIGHUP)
     """
     code, lives, _ = supervised(tmp_path, KEEPS, keeps)
