@@ -52,10 +52,10 @@ class StepSnapshots:
         self._console.note(f"no snapshots in memory: {reason}. A restart goes on from the last checkpoint")
 
     def _wait_copied(self) -> None:
-        assert self._memory is not None
-        began_s = time.monotonic()
-        self._memory.wait_copied()
-        self._pace.waited(time.monotonic() - began_s)
+        if self._memory is not None:  # else there turned out to be too little
+            began_s = time.monotonic()
+            self._memory.wait_copied()
+            self._pace.waited(time.monotonic() - began_s)
 
     def complete(self, make_extras: MakeExtras) -> None:
         """Gives the last snapshot what is known since the report of its step was read."""

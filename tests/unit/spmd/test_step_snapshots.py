@@ -122,6 +122,7 @@ def test_why_there_are_none_is_said_once(tmp_path: Path, monkeypatch: pytest.Mon
     for step in (1, 2):
         run.begin(step)
         run.snapshots.complete(extras_of)
+        run.engine.before_update()
 
     ((text,), _) = run.console.note.call_args
     assert run.console.note.call_count == 1
