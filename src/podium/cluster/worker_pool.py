@@ -226,7 +226,8 @@ class WorkerPool:
         both: set[asyncio.Future[Any]] = {asking, member.death}
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
+            # Of a worker that was ended here, its transport only knows that it is gone: the recorded cause says why.
+            if member.death.done() and (not asking.done() or isinstance(asking.exception(), GoneError)):
                 raise GoneError(member.death.result().cause)
             return asking.result()
         finally:
