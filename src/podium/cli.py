@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import typer
 
@@ -24,7 +24,7 @@ from podium.commands.try_recipe import try_recipe
 from podium.errors import PodiumError, RecipeError, RunStoppedError
 from podium.python_hints import PythonNote
 from podium.recipe.pipeline_loading import recipe_schema
-from podium.runs.supervised import is_restarting
+from podium.runs.supervised import is_restarting, note_end
 from podium.spmd.launch import place_under_torchrun
 
 if TYPE_CHECKING:
@@ -205,13 +205,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         blocking = sys.modules.get("podium.cluster.blocking")
         if blocking is not None and blocking.is_any_left():
             sys.stderr.flush()
-            os._exit(2)  # a call that hangs in a dead Ray would crash when the interpreter takes itself apart
+            _exit_at_once(2)  # a call that hangs in a dead Ray would crash when the interpreter takes itself apart
         sys.exit(2)
     except KeyboardInterrupt as error:
         print("\n".join(["interrupted", *_notes(error)]), file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(130)  # a thread in user code that hangs would keep the process
+        _exit_at_once(130)  # a thread in user code that hangs would keep the process
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    note_end()
+    os._exit(code)
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -8,6 +8,7 @@ supervisor is killed, the kernel ends the child, and with it the run."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -29,7 +30,7 @@ from podium.recipe.loading import read_values
 from podium.recipe.programs import recipe_class
 from podium.runs.folder import is_pipeline_folder
 from podium.runs.host_memory import forget_memory, keep_memory
-from podium.runs.supervised import GUARD, SUPERVISION, KeptRay, Predecessor, SupervisedRun, Supervision
+from podium.runs.supervised import GUARD, SUPERVISION, KeptRay, Predecessor, SupervisedRun, Supervision, note_end
 from podium.spmd.launch import place_under_torchrun
 
 _VERBS = ("train", "resume")
@@ -81,6 +82,7 @@ def supervise(arguments: Sequence[str]) -> Sequence[str]:
                 os.setpgid(0, 0)  # signals to the group of the supervisor come by way of it, once
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             SUPERVISION.set(Supervision(writing, watch.predecessor, watch.folder))
+            atexit.register(note_end)
             return watch.arguments(arguments)
         os.close(writing)
         watch.follow(child, reading)
@@ -106,6 +108,7 @@ class _Watch:
         self._asked: str | None = None  # why the child is started again, unless it died
         self._is_death = True
         self._is_ending = False
+        self._has_said_end = False
         self._pending = b""  # a part of a message
         self._stopped_s = 0.0
         self._to_hand_on: int | None = None  # a signal that came
@@ -198,6 +201,8 @@ class _Watch:
                 self._ray = None if value is None else KeptRay.of(value)
                 if self._ray is not None and self._ray.folder is not None:
                     self._folders.add(self._ray.folder)
+            case "end":
+                self._has_said_end = True
             case "signal":
                 if self.shares_terminal:
                     self._to_hand_on = None
@@ -226,8 +231,10 @@ class _Watch:
         """Why the child died; None: it has ended, or was told to."""
         if self._is_ending:
             return None
-        if self._asked is not None or code >= 0 or -code in _ENDS:
+        if self._asked is not None or (code >= 0 and self._has_said_end) or -code in _ENDS:
             return self._asked
+        if code >= 0:
+            return f"The controller was ended from within, with exit code {code}: Ray does that if its raylet dies."
         return f"The controller was killed by {signal.Signals(-code).name}."
 
     def _end_family(self, child: int) -> None:

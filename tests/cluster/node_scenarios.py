@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -429,6 +430,54 @@ def membership(folder: Path) -> dict[str, float]:
     return measured
 
 
+def lost_node(folder: Path) -> dict[str, float]:
+    """Of two nodes with a learner each, one is lost with its memory, and another joins: the learner there gets its
+    shard from the copy, and the run ends with the weights of one that nobody disturbed."""
+    from golden.runs import fingerprint, make_task, recipe, train
+    from podium.runs.events import recoveries
+
+    make_task(folder)
+
+    def values(name: str) -> dict[str, Any]:
+        values = recipe("grpo")
+        return values | {
+            "steps": 8, "checkpoint": {"every": 8, "background": False},
+            "placement": {**values["placement"], "launcher": "ray", "layout": "colocated", "devices": 2},
+            "run": {"name": name, "folder": str(folder / "runs")},
+        }  # fmt: skip
+
+    measured: dict[str, float] = {}
+    with nodes_of(1, settings=ATTENTIVE, shutdown_at_exit=False) as nodes:
+        os.environ["RAY_ADDRESS"] = nodes.address
+        second = add_node(nodes, 1)
+        expected = fingerprint(train(values("undisturbed"), folder), step=8)
+        losing = _InThread(lambda: _lose(nodes, second, folder / "runs" / "disturbed"))
+        run = train(values("disturbed"), folder)
+        losing.join()
+    assert fingerprint(run, step=8)["weights"] == expected["weights"]
+    (recovery,) = recoveries(run)
+    assert (recovery.part, recovery.remedy) == ("learner", "rewind")
+    assert recovery.step >= 1, recovery  # there is no checkpoint before the last step: this was in memory
+    measured["recovery_s"] = round(recovery.seconds, 2)
+    assert not list(Path("/dev/shm").glob(f"podium-{os.getuid()}/*/launch-*/**/*.safetensors"))
+    return measured
+
+
+def _lose(nodes: ray.cluster_utils.Cluster, node: Any, run: Path) -> None:
+    """Loses a node after two steps, with the snapshots in its memory."""
+    from podium.runs.host_memory import launch_folder
+
+    metrics = run / "metrics.jsonl"
+    wait_until(lambda: metrics.is_file() and len(metrics.read_bytes().splitlines()) >= 2, "two steps", deadline_s=120)
+    memory = launch_folder(run)
+    assert memory is not None
+    (lost,) = memory.glob(f"policy/*{node.node_id[:6]}")
+    assert [each.name for each in lost.glob("step-*/rank-00000.json")], "a copy of the other node's shard"
+    nodes.remove_node(node, allow_graceful=False)
+    shutil.rmtree(lost)
+    add_node(nodes, 1)
+
+
 def _join_and_drain(nodes: ray.cluster_utils.Cluster, run: Path, hold: Path, measured: dict[str, float]) -> None:
     """Holds the rewards of a step until what it waits for is on its way."""
     from podium.cluster import cluster as cluster_module
@@ -493,8 +542,9 @@ SCENARIOS: dict[str, Callable[[Path], Awaitable[dict[str, float]]]] = {
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "membership":
-        measured = membership(Path(sys.argv[2]))
+    whole_runs = {"membership": membership, "lost_node": lost_node}
+    if sys.argv[1] in whole_runs:
+        measured = whole_runs[sys.argv[1]](Path(sys.argv[2]))
     else:
         measured = asyncio.run(SCENARIOS[sys.argv[1]](Path(sys.argv[2])))  # type: ignore[arg-type]
     print(json.dumps(measured), flush=True)

@@ -83,6 +83,12 @@ def test_a_killed_controller_is_started_again(tmp_path: Path, number: signal.Sig
     assert "A new controller" in (tmp_path / "runs" / "a" / "console.log").read_text()
 
 
+def test_a_controller_that_a_library_has_ended_is_started_again(tmp_path: Path) -> None:
+    code, lives, said = supervised(tmp_path, "begin()", "life == 1 and os._exit(1)")
+    assert (code, [arguments for arguments, _ in lives]) == (0, [FIRST, RESUMED])
+    assert "was ended from within, with exit code 1" in said
+
+
 def test_before_the_folder_has_everything_the_command_is_repeated(tmp_path: Path) -> None:
     code, lives, _ = supervised(tmp_path, "begin(recorded=life > 1)", "life < 3 and die()")
     assert (code, [arguments for arguments, _ in lives]) == (0, [FIRST, FIRST, RESUMED])

@@ -77,6 +77,7 @@ async def run_program(
                     async with saying_what_takes_long(run, assembled.workers, assembled.console):
                         await assembled.program(run)
                 run.require_finished()
+                await parts.snapshots.forget()
                 return run
             except (WorkerDiedError, OverdueError) as error:
                 committed = inputs.resume_step or 0 if run is None else run.num_committed

@@ -31,7 +31,7 @@ from podium.roles.interfaces import (
     ScorerSpec,
 )
 from podium.runs.folder import RunFolder
-from podium.runs.host_memory import memory_folder
+from podium.runs.host_memory import launch_folder
 
 TRAIN, ROLLOUT, GRADERS, RUNNERS = "train", "rollout", "graders", "runners"
 RUNNER, GRADER = "runner", "grader"
@@ -188,7 +188,7 @@ def _train_roles(
     model = local_folder(recipe.model.path, "model.path")
     max_tokens = recipe.micro_batch_tokens or MICRO_BATCH[device]
     run = folder.path.resolve()  # workers may have been started elsewhere
-    memory = memory_folder(run) if recipe.keeps_snapshots else None
+    memory = launch_folder(run) if recipe.keeps_snapshots else None
 
     def kept(role: str) -> Path | None:
         return None if memory is None else memory / role

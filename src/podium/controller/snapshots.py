@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from podium.errors import WorkerDiedError
+from podium.errors import ClusterError, WorkerDiedError
 from podium.roles.state_handle import StateHandle
 
 
@@ -39,3 +40,11 @@ class Snapshots:
         if reason is not None and self._is_on:
             self._is_on = False
             self._note(f"no snapshots in memory: {reason}. After a death the run goes back to its last checkpoint")
+
+    async def forget(self) -> None:
+        """Removes all snapshots at the end of a run. A role that cannot, because it dies now, leaves them to the next
+        run on its node."""
+        await self.settle()
+        if self._is_on:
+            with suppress(ClusterError):
+                await asyncio.gather(*(state.forget_snapshots() for state in self._states))

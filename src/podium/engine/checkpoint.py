@@ -280,7 +280,7 @@ class CheckpointReader(SavedCheckpoint):
                     f"{self.folder}: {piece.name} has shape {shapes.get(piece.name)} there and {piece.shape} in this "
                     "run. The checkpoint belongs to another model."
                 )
-        for rank, index in enumerate(self._indexes):
+        for rank, index in zip(self._ranks, self._indexes, strict=True):
             with safe_open(str(self.folder / f"rank-{rank:05d}.safetensors"), framework="pt") as file:
                 for piece in pieces:
                     part = index["pieces"][piece.name]
@@ -300,7 +300,7 @@ class CheckpointReader(SavedCheckpoint):
     def tensor(self, name: str) -> Tensor:
         """One whole tensor, joined from the parts of all ranks."""
         whole: Tensor | None = None
-        for rank, index in enumerate(self._indexes):
+        for rank, index in zip(self._ranks, self._indexes, strict=True):
             part = index["pieces"].get(name)
             if part is None:
                 continue

@@ -78,7 +78,8 @@ def joined_state(states: Sequence[SaveState]) -> SaveState:
 class SavedCheckpoint:
     """One complete checkpoint, verified file by file."""
 
-    def __init__(self, folder: Path, *, verify: bool = True) -> None:
+    def __init__(self, folder: Path, *, verify: bool = True, ranks: Sequence[int] | None = None) -> None:
+        """`ranks`: whose files are read; by default, those of all ranks that wrote it."""
         self.folder = folder
         self.record = read_json(folder / _RECORD)
         if self.record.get("format") not in (_FORMAT, *_OLDER_FORMATS):
@@ -88,13 +89,15 @@ class SavedCheckpoint:
         is_whole = self.record["format"] in _OLDER_FORMATS or self.record.get("checksum") == _checksum(self.record)
         if verify and not is_whole:
             raise CheckpointError(f"{folder / _RECORD} is damaged: it is not what its checksum says.")
-        ranks = [f"rank-{rank:05d}.json" for rank in range(self.record["ranks"])]
-        missing = [name for name in ranks if not (folder / name).exists()]
+        self._ranks = tuple(range(self.record["ranks"]) if ranks is None else ranks)
+        names = [f"rank-{rank:05d}.json" for rank in self._ranks]
+        missing = [name for name in names if not (folder / name).exists()]
         if missing:
             raise CheckpointError(f"{folder / missing[0]} is missing, so the checkpoint is incomplete.")
         if verify:
-            self._verify(self.record["files"])
-        self._indexes = [read_json(folder / name) for name in ranks]
+            written = self.record["files"]
+            self._verify({name: written[name] for name in written if name in names or not name.startswith("rank-")})
+        self._indexes = [read_json(folder / name) for name in names]
         if verify:
             self._verify({name: written for index in self._indexes for name, written in index["files"].items()})
 

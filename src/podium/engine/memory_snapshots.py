@@ -3,13 +3,13 @@
 
 A snapshot is a checkpoint (checkpoint.py) in a folder of tmpfs: it outlives the processes that wrote it, but not the
 machine. The files of the step before the last one are overwritten in place, so that a snapshot costs one copy of the
-tensors. On CUDA the device copies them into these files itself, beside its other work, a few megabytes at a time.
+tensors. On CUDA the device copies them into these files itself, beside its other work, a few megabytes at a time. With
+ranks on several nodes, each node has the shards of its own ranks and copies of those of another node.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import shutil
 import threading
@@ -24,8 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from podium.engine.checkpoint import CheckpointReader
 from podium.engine.checkpoint_files import PARTIAL, Extras, complete, saved_steps, write_json
 from podium.engine.mesh import Mesh
+from podium.engine.snapshot_copies import (
+    MappedFile,
+    RankNodes,
+    ShardCopies,
+    fetch_shard,
+    folder_files,
+    held_shards,
+    whole_steps,
+)
 from podium.errors import CheckpointError, counted
 from podium.models.tensor_shards import TensorShard
 
@@ -45,12 +55,18 @@ _CHUNK_BYTES = 16 * 2**20
 
 
 class MemorySnapshots:
-    """Takes snapshots of one rank's state as long as that is possible: all ranks on one node, and enough memory."""
+    """Takes snapshots of one rank's state as long as that is possible: there is enough memory, and copies can be kept
+    on another node if the ranks are on several."""
 
-    def __init__(self, folder: Path, mesh: Mesh, *, node: str, pieces: Callable[[], Sequence[TensorShard]]) -> None:
-        """`folder`: in host memory. `pieces`: the tensors of the state."""
+    def __init__(
+        self, folder: Path, mesh: Mesh, *, node: str, pieces: Callable[[], Sequence[TensorShard]], copies: bool = False
+    ) -> None:
+        """`folder`: in host memory. `pieces`: the tensors of the state. `copies`: whether ranks on several nodes keep
+        copies for each other; without, they have no snapshots."""
         self._folder, self._mesh, self._node, self._pieces = folder, mesh, node, pieces
+        self._has_copies = copies
         self._writer: SnapshotWriter | None = None
+        self._nodes: RankNodes | None = None
         self._reason: str | None = None
 
     def take(self, step: int, extras: Extras | Future[Extras]) -> str | None:
@@ -61,7 +77,7 @@ class MemorySnapshots:
         if self._reason is not None:
             return self._reason
         if self._writer is None:
-            self._writer = SnapshotWriter(self._folder, self._mesh, timeout_s=_SNAPSHOT_S)
+            self._writer = SnapshotWriter(self._folder, self._mesh, timeout_s=_SNAPSHOT_S, nodes=self._nodes)
         try:
             self._writer.save(step, self._pieces(), extras)
         except CheckpointError as error:  # training goes on without
@@ -78,23 +94,40 @@ class MemorySnapshots:
         if self._writer is not None:
             self._writer.wait()
 
+    def steps(self) -> tuple[int, ...]:
+        """Steps of which the shards of all ranks are in the memory of some node, ascending. Collective."""
+        return whole_steps(self._mesh.gather(held_shards(self._folder)))
+
+    def read(self, step: int) -> CheckpointReader:
+        """This rank's shard of a step, which comes from another node if need be. Collective."""
+        held = self._mesh.gather(held_shards(self._folder))
+        if step not in whole_steps(held):
+            raise CheckpointError(f"the memory of the nodes does not hold the whole state after step {step}.")
+        fetch_shard(self._folder, step, held, self._mesh)
+        return CheckpointReader(self._folder / f"step-{step:08d}", ranks=(self._mesh.rank,))
+
     def forget_after(self, step: int) -> None:
-        """Removes snapshots of later steps: these steps will be made again."""
-        if self._mesh.is_main:
+        """Removes snapshots of later steps: these steps will be made again. Collective."""
+        nodes = RankNodes(tuple(self._mesh.gather(self._node)))
+        if nodes.on_node_of(self._mesh.rank)[0] == self._mesh.rank:
             for each in saved_steps(self._folder):
                 if each.step > step:
                     shutil.rmtree(each.folder)
+        self._mesh.barrier()
 
     def _why_not(self) -> str | None:
         """Why snapshots are not possible. Collective."""
         mine = sum(piece.local.numel() * piece.local.element_size() for piece in self._pieces())
         # All ranks must decide alike: one that stayed out would leave the others in a collective.
-        nodes, sizes, frees = zip(*self._mesh.gather((self._node, mine, _free_bytes(self._folder))), strict=True)
-        if len(set(nodes)) > 1:
-            return f"the ranks are on {len(set(nodes))} nodes"
-        needed, free = KEPT * sum(sizes), min(frees)
-        if needed > _MOST_OF_FREE * free:
-            return f"they take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are free"
+        names, sizes, frees = zip(*self._mesh.gather((self._node, mine, _free_bytes(self._folder))), strict=True)
+        self._nodes = nodes = RankNodes(names)
+        if nodes.count > 1 and not self._has_copies:
+            return f"the ranks are on {nodes.count} nodes"
+        for rank, name in enumerate(names):
+            needed, free = KEPT * sum(sizes[each] for each in nodes.held_by_node_of(rank)), frees[rank]
+            if needed > _MOST_OF_FREE * free:
+                where = f" on {name}" if nodes.count > 1 else ""
+                return f"they take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are free{where}"
         return None
 
 
@@ -107,8 +140,13 @@ class SnapshotWriter:
     """Writes the snapshots of one rank. `save` copies the tensors, or lets the device begin to; they must not change
     before `wait_copied`."""
 
-    def __init__(self, folder: Path, mesh: Mesh, *, timeout_s: float) -> None:
+    def __init__(self, folder: Path, mesh: Mesh, *, timeout_s: float, nodes: RankNodes | None = None) -> None:
+        """`nodes`: of the ranks; by default, all are on one. Collective if they are on several."""
+        nodes = nodes or RankNodes(("",) * mesh.world)
         self._folder, self._mesh, self._timeout_s = folder, mesh, timeout_s
+        self._is_first = nodes.on_node_of(mesh.rank)[0] == mesh.rank  # which completes the snapshots of this node
+        self._held = nodes.held_by_node_of(mesh.rank)
+        self._copies = ShardCopies(nodes, mesh, timeout_s=timeout_s) if nodes.count > 1 else None
         self._files: dict[int, _TensorFile] = {}  # inode -> the file of this rank in one of the kept folders
         self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._copying: _DeviceCopy | None = None
@@ -118,12 +156,15 @@ class SnapshotWriter:
 
     def save(self, step: int, pieces: Sequence[TensorShard], extras: Extras | Future[Extras]) -> None:
         """Makes the snapshot of a step, which is whole once the extras are known. Collective. Raises on all ranks if
-        one of them failed to write, the snapshot before this one included."""
+        one of them failed to write, the snapshot before this one included. None is made while copies of the last one
+        are still on their way to other nodes."""
         partial = self._folder / f"{PARTIAL}{step:08d}"
         failure: CheckpointError | None = None
+        if self._copies is not None and self._is_any_busy():
+            return  # the network is slower than the steps: the next one is taken
         try:
             self.wait()
-            if self._mesh.is_main:
+            if self._is_first:
                 self._recycle(partial)
         except (CheckpointError, OSError) as error:
             failure = error if isinstance(error, CheckpointError) else self._failed(error)
@@ -146,7 +187,7 @@ class SnapshotWriter:
             self._jobs = SimpleQueue()
             threading.Thread(target=self._serve, args=(self._jobs,), name="snapshots", daemon=True).start()
         self._done = threading.Event()
-        self._jobs.put(_Job(partial, step, list(pieces), extras, self._copying, self._done))
+        self._jobs.put(_Job(partial, step, list(pieces), file, extras, self._copying, self._done))
 
     def wait_copied(self) -> None:
         """Until then the tensors of the last snapshot must not change."""
@@ -164,6 +205,11 @@ class SnapshotWriter:
             failure, self._failure = self._failure, None
             raise self._failed(failure) from failure
 
+    def _is_any_busy(self) -> bool:
+        """Whether a rank has not completed the last snapshot; the same on all ranks."""
+        is_busy = self._done is not None and not self._done.is_set()
+        return bool(self._mesh.sum(torch.tensor(float(is_busy))).item())
+
     def _failed(self, failure: BaseException) -> CheckpointError:
         return CheckpointError(f"a snapshot in {self._folder} failed: {failure}")
 
@@ -179,6 +225,9 @@ class SnapshotWriter:
             return
         for record in (free[0] / "checkpoint.json", *sorted(free[0].glob("rank-*.json"))):
             record.unlink(missing_ok=True)  # from now on it is no snapshot
+        for shard in free[0].glob("rank-*.safetensors"):
+            if int(shard.stem.removeprefix("rank-")) not in self._held:  # of a rank that is on another node now
+                shard.unlink()
         os.replace(free[0], partial)
 
     def _file(self, path: Path, pieces: Sequence[TensorShard]) -> _TensorFile:
@@ -187,7 +236,7 @@ class SnapshotWriter:
         if known is not None and known.fits(pieces):
             return known
         path.unlink(missing_ok=True)
-        there = {each.stat().st_ino for each in self._folder.glob(f"*/{path.name}")}
+        there = {each.stat().st_ino for each in folder_files(path)}
         self._files = {inode: each for inode, each in self._files.items() if inode in there}
         file = _TensorFile(path, pieces, registers=self._stream is not None)
         self._files[file.inode] = file
@@ -201,7 +250,8 @@ class SnapshotWriter:
             job.done.set()
 
     def _finish(self, job: _Job) -> None:
-        """Writes this rank's index; rank 0 then waits (with a deadline) for those of all ranks, and for the extras."""
+        """Writes this rank's index; the first rank of a node then waits (with a deadline) for those of all shards that
+        the node holds, and for the extras."""
         try:
             if job.copying is not None:
                 job.copying.run()
@@ -209,11 +259,13 @@ class SnapshotWriter:
                 piece.name: {"shape": piece.shape, "starts": piece.box.starts, "stops": piece.box.stops}
                 for piece in job.pieces
             }
-            partial, extras = job.partial, job.extras
-            write_json(partial / f"rank-{self._mesh.rank:05d}.json", {"pieces": index, "files": {}})
-            if not self._mesh.is_main:
+            partial, extras, record = job.partial, job.extras, {"pieces": index, "files": {}}
+            write_json(partial / f"rank-{self._mesh.rank:05d}.json", record)
+            if self._copies is not None:
+                self._copies.exchange(partial, job.file.bytes, record)
+            if not self._is_first:
                 return
-            expected = [partial / f"rank-{rank:05d}.json" for rank in range(self._mesh.world)]
+            expected = [partial / f"rank-{rank:05d}.json" for rank in self._held]
             deadline = time.monotonic() + self._timeout_s
             while missing := [path.name for path in expected if not path.exists()]:
                 if time.monotonic() > deadline:
@@ -264,6 +316,7 @@ class _Job:
     partial: Path
     step: int
     pieces: Sequence[TensorShard]
+    file: _TensorFile  # where they are copied to
     extras: Extras | Future[Extras]
     copying: _DeviceCopy | None
     done: threading.Event
@@ -289,18 +342,15 @@ def chunks(pairs: Sequence[tuple[Tensor, Tensor]], most_bytes: int) -> Iterator[
         yield chunk
 
 
-class _TensorFile:
+class _TensorFile(MappedFile):
     """A safetensors file in memory whose tensors are overwritten in place."""
 
     def __init__(self, path: Path, pieces: Sequence[TensorShard], *, registers: bool) -> None:
         self._layout = _layout_of(pieces)
         header, places, num_bytes = _header(pieces)
-        with path.open("x+b") as file:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)  # a write to memory that is not there would end the process
-            self.inode = os.fstat(file.fileno()).st_ino
-            self._map = mmap.mmap(file.fileno(), num_bytes)
-        self._map[: len(header)] = header
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        super().__init__(path, num_bytes)
+        whole = self.bytes
+        whole[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         if registers:  # else the device would copy through a small buffer, and this process would wait for it
             code = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), num_bytes, 0))
             if code:

@@ -58,11 +58,15 @@ class Stateful(ABC):
 
     @abstractmethod
     def snapshots(self) -> tuple[int, ...]:
-        """Steps whose snapshots this worker can read, ascending."""
+        """Steps of whole snapshots, ascending. Each worker can read its part of them."""
 
     @abstractmethod
     def restore(self, step: int, source: StateSource) -> Mapping[str, Any]:
         """Goes back to the state after this step. Returns the controller's values."""
+
+    @abstractmethod
+    def forget_snapshots(self) -> None:
+        """Removes all snapshots: the run has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from podium.engine.checkpoint import CheckpointReader
 from podium.engine.checkpoint_files import Extras
-from podium.engine.memory_snapshots import MemorySnapshots, whole_snapshots
+from podium.engine.memory_snapshots import MemorySnapshots
 from podium.engine.mesh import Mesh
 from podium.errors import CheckpointError
 from podium.models.tensor_shards import TensorShard
 from podium.roles.interfaces import StateSource
+from podium.runs.host_memory import claim_launch
 
 
 class RoleState:
@@ -22,15 +24,23 @@ class RoleState:
         self, mesh: Mesh, *, node: str, memory: Path | None, checkpoints: Path | None,
         pieces: Callable[[], Sequence[TensorShard]],
     ) -> None:  # fmt: skip
-        """`memory`: folder of snapshots in host memory; None: there are none. `pieces`: the tensors of the state."""
-        self._memory, self._checkpoints = memory, checkpoints
+        """`memory`: folder of snapshots in host memory, in that of a launch; None: there are none. `pieces`: the
+        tensors of the state. Collective."""
+        self._checkpoints = checkpoints
         self._step: int | None = None  # the state is that after this step; None: it has changed since, or is unknown
-        self._snapshots = None if memory is None else MemorySnapshots(memory, mesh, node=node, pieces=pieces)
+        self._snapshots: MemorySnapshots | None = None
+        self._why_none = "they are switched off"
+        if memory is not None:
+            self._claim = claim_launch(memory.parent)  # as long as this process lives
+            if all(mesh.gather(self._claim is not None)):  # several nodes may be on one machine
+                self._snapshots = MemorySnapshots(memory / node, mesh, node=node, pieces=pieces, copies=True)
+            else:
+                self._why_none = f"{memory.parent} cannot be made on all nodes"
 
     def snapshot(self, step: int, extras: Extras) -> str | None:
         """Begins a snapshot. Returns why there is none, if there is none. Collective."""
         self._step = step
-        return "it is switched off" if self._snapshots is None else self._snapshots.take(step, extras)
+        return self._why_none if self._snapshots is None else self._snapshots.take(step, extras)
 
     def begin_change(self) -> None:
         """The state changes from now on. Waits until its last snapshot is copied."""
@@ -51,16 +61,24 @@ class RoleState:
             self._snapshots.wait_copied()
 
     def snapshots(self) -> tuple[int, ...]:
-        """Steps of whole snapshots, ascending."""
-        return () if self._memory is None else whole_snapshots(self._memory)
+        """Steps of whole snapshots, ascending. Collective."""
+        return () if self._snapshots is None else self._snapshots.steps()
+
+    def forget_snapshots(self) -> None:
+        """Removes all of them: the run has ended. Collective."""
+        if self._snapshots is not None:
+            with suppress(CheckpointError):  # the last one may have failed
+                self._snapshots.wait()
+            self._snapshots.forget_after(-1)
 
     def read(self, step: int, source: StateSource) -> CheckpointReader:
-        """The state after a step. Snapshots of later steps are forgotten: these steps will be made again, and another
-        role may not have them."""
+        """The state after a step, as far as this rank needs it. Snapshots of later steps are forgotten: these steps
+        will be made again, and another role may not have them. Collective."""
         if self._snapshots is not None:
             self._snapshots.wait()
             self._snapshots.forget_after(step)
-        folder = self._memory if source == "memory" else self._checkpoints
-        if folder is None:
+            if source == "memory":
+                return self._snapshots.read(step)
+        if source == "memory" or self._checkpoints is None:
             raise CheckpointError(f"the state after step {step} is not kept in {source}.")
-        return CheckpointReader(folder / f"step-{step:08d}")
+        return CheckpointReader(self._checkpoints / f"step-{step:08d}")

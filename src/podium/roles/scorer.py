@@ -103,6 +103,10 @@ class ScorerRank(Scorer):
         """Steps of whole snapshots."""
         return self._state.snapshots()
 
+    def forget_snapshots(self) -> None:
+        """Removes all snapshots."""
+        self._state.forget_snapshots()
+
     def restore(self, step: int, source: StateSource) -> Mapping[str, Any]:
         """Goes back to the weights after this step."""
         self.hold("resident")

@@ -15,7 +15,7 @@ class StateHandle:
     """The state of a role that learns."""
 
     def __init__(self, group: RoleGroup[Stateful]) -> None:
-        group.requires(Stateful.snapshot, Stateful.snapshots, Stateful.restore)
+        group.requires(Stateful.snapshot, Stateful.snapshots, Stateful.restore, Stateful.forget_snapshots)
         self._group = group.within(PHASE_S, work_only=True)
 
     async def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
@@ -24,10 +24,14 @@ class StateHandle:
         return next((answer.value for answer in answers if answer.value is not None), None)
 
     async def snapshots(self) -> set[int]:
-        """Steps whose snapshots all ranks can read."""
+        """Steps of snapshots that are whole."""
         answers = await self._group.call_all(Stateful.snapshots)
         return set.intersection(*(set(answer.value) for answer in answers))
 
     async def restore(self, step: int, source: StateSource) -> Mapping[str, Any]:
         """Brings all ranks back to the state after this step. Returns the controller's values."""
         return (await self._group.call_all(Stateful.restore, step, source))[0].value
+
+    async def forget_snapshots(self) -> None:
+        """Removes all snapshots from the memory of the nodes: the run has ended."""
+        await self._group.call_all(Stateful.forget_snapshots)

@@ -8,12 +8,15 @@ import fcntl
 import hashlib
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 _TMPFS = Path("/dev/shm")
 _LOCK = "lock"
+_LAUNCH = "launch"
+_OF_LAUNCH = "launch-"
 
 
 def memory_folder(run: Path) -> Path | None:
@@ -21,6 +24,37 @@ def memory_folder(run: Path) -> Path | None:
     another user has taken the name."""
     mine = _mine()
     return None if mine is None else mine / hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+
+
+def launch_folder(run: Path) -> Path | None:
+    """Where the workers of this launch of a run keep their snapshots, on each of their nodes. What an earlier launch
+    has left on another node has another name. None: nobody holds the folder of the run."""
+    folder = memory_folder(run)
+    try:
+        return None if folder is None else folder / (folder / _LAUNCH).read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def claim_launch(launch: Path) -> TextIO | None:
+    """Makes the folder of a launch on the node of a worker, as `launch_folder` has named it, and removes what earlier
+    launches and killed runs have left there. It is kept until the file is closed. None: it cannot be made, or belongs
+    to another user."""
+    run, mine = launch.parent, launch.parent.parent
+    try:
+        _remove_free(mine, but=run)
+        for each in (mine, run, launch):
+            each.mkdir(mode=0o700, exist_ok=True)
+            if each.stat().st_uid != os.getuid():
+                return None
+        for other in run.glob(f"{_OF_LAUNCH}*"):
+            if other != launch:
+                shutil.rmtree(other, ignore_errors=True)
+        lock = (run / _LOCK).open("a")
+    except OSError:
+        return None
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return lock
 
 
 @contextlib.contextmanager
@@ -37,7 +71,9 @@ def held_memory(run: Path, *, is_emptied: bool = True, is_removed: bool = True) 
     for each in (mine, folder):
         each.mkdir(mode=0o700, exist_ok=True)
     with (folder / _LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)  # shared with a supervisor; the run folder has a lock of its own
+        fcntl.flock(lock, fcntl.LOCK_SH)  # shared with a supervisor and workers; the run folder has a lock of its own
+        if not (folder / _LAUNCH).exists():
+            (folder / _LAUNCH).write_text(f"{_OF_LAUNCH}{uuid.uuid4().hex}", encoding="utf-8")
         try:
             yield
         finally:

@@ -103,6 +103,11 @@ class Supervision:
         """A step was committed."""
         self._tell("progress", True)
 
+    def note_end(self) -> None:
+        """This process ends by itself. One that does not say so was ended: Ray, for instance, ends a process whose
+        raylet dies while it connects, with exit code 1."""
+        self._tell("end", True)
+
     def note_signal(self) -> None:
         """A signal to stop or to end came."""
         self._tell("signal", True)
@@ -132,6 +137,13 @@ def predecessor_of(folder: Path) -> Predecessor | None:
     """The process after whose death this one goes on with the run of a folder; None: there was none."""
     supervision = SUPERVISION.get()
     return None if supervision is None else supervision.predecessor(folder)
+
+
+def note_end() -> None:
+    """Tells the supervisor of this process, if it has one, that it ends by itself."""
+    supervision = SUPERVISION.get()
+    if supervision is not None:
+        supervision.note_end()
 
 
 def is_restarting() -> bool:

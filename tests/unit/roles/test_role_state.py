@@ -31,10 +31,16 @@ class OtherAnswers(Mesh):
         return [value, self.other]
 
 
+@pytest.fixture(autouse=True)
+def user_folder(tmp_path: Path) -> None:
+    (tmp_path / "user").mkdir()
+
+
 def state(memory: Path | None, mesh: Mesh = ALONE) -> RoleState:
     weight = torch.arange(4.0)
     piece = TensorShard(name="weight", local=weight, box=Box.whole(weight.shape), shape=(4,))
-    return RoleState(mesh, node="here", memory=memory, checkpoints=None, pieces=lambda: [piece])
+    folder = None if memory is None else memory / "user" / "run" / "launch-1" / "policy"
+    return RoleState(mesh, node="here", memory=folder, checkpoints=None, pieces=lambda: [piece])
 
 
 def test_going_back_forgets_later_steps(tmp_path: Path) -> None:
@@ -60,7 +66,10 @@ def test_memory_that_does_not_suffice_is_said(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize(
     ("other", "reason"),
-    [(("here", 16, 10), r"they take .* of memory are free"), (("there", 16, 1 << 40), "the ranks are on 2 nodes")],
+    [
+        (("here", 16, 10), r"they take .* of memory are free"),
+        (("there", 16, 10), r"they take .* of memory are free on there"),
+    ],
 )
 def test_ranks_decide_alike(tmp_path: Path, other: tuple[str, int, int], reason: str) -> None:
     mesh = OtherAnswers(rank=0, world=2, device=torch.device("cpu"), devices=None, other=other)
@@ -74,7 +83,7 @@ def test_ranks_decide_alike(tmp_path: Path, other: tuple[str, int, int], reason:
 def test_without_memory_there_is_none() -> None:
     role = state(None)
 
-    assert role.snapshot(1, Extras(values={}, arrays={})) == "it is switched off"
+    assert role.snapshot(1, Extras(values={}, arrays={})) == "they are switched off"
     with pytest.raises(CheckpointError, match="not kept in memory"):
         role.read(1, "memory")
 
@@ -89,3 +98,20 @@ def test_it_knows_after_which_step_it_is_until_it_changes(tmp_path: Path) -> Non
     assert not role.is_after(3)
     role.note_restored(3)
     assert role.is_after(3)
+
+
+def test_at_the_end_of_a_run_they_are_forgotten(tmp_path: Path) -> None:
+    role = state(tmp_path)
+    for step in (1, 2):
+        role.snapshot(step, Extras(values={}, arrays={}))
+
+    role.forget_snapshots()
+
+    assert role.snapshots() == ()
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_where_a_node_has_no_place_for_them_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "user" / "run").write_text("in the way")
+
+    assert "cannot be made on all nodes" in (state(tmp_path).snapshot(1, Extras(values={}, arrays={})) or "")

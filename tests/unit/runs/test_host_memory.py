@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from podium.runs import host_memory
-from podium.runs.host_memory import held_memory, memory_folder
+from podium.runs.host_memory import claim_launch, held_memory, launch_folder, memory_folder
 
 
 @pytest.fixture(autouse=True)
@@ -95,3 +95,40 @@ def test_a_system_without_tmpfs_has_none(tmp_path: Path, monkeypatch: pytest.Mon
     assert memory_folder(tmp_path / "run") is None
     with held_memory(tmp_path / "run"):
         pass
+
+
+def test_each_launch_has_a_folder_of_its_own_that_its_successors_share(tmp_path: Path) -> None:
+    run, seen = tmp_path / "run", []
+    for is_emptied in (True, False, True):
+        with held_memory(run, is_emptied=is_emptied, is_removed=False):
+            seen.append(launch_folder(run))
+    assert seen[0] is not None
+    assert seen[0].parent == folder_of(run)
+    assert seen[0] == seen[1] != seen[2]
+    assert launch_folder(tmp_path / "another") is None
+
+
+def test_a_worker_on_another_node_removes_what_earlier_launches_and_killed_runs_left(tmpfs: Path) -> None:
+    mine = tmpfs / f"podium-{os.getuid()}"
+    earlier, killed = mine / "run" / "launch-1" / "policy", mine / "killed" / "launch-7"
+    for each in (earlier, killed):
+        each.mkdir(parents=True)
+    (mine / "killed" / "lock").touch()  # nobody holds it
+
+    first, second = claim_launch(mine / "run" / "launch-2"), claim_launch(mine / "run" / "launch-2")
+
+    assert first is not None
+    assert second is not None
+    assert sorted(each.name for each in mine.iterdir()) == ["run"]
+    assert sorted(each.name for each in (mine / "run").iterdir()) == ["launch-2", "lock"]
+    first.close()
+    with held_memory(Path("another")):  # the second one still holds it
+        assert (mine / "run" / "launch-2").is_dir()
+    second.close()
+    with held_memory(Path("another")):
+        assert not (mine / "run").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_not_claimed(tmpfs: Path) -> None:
+    (tmpfs / "podium-0").write_text("in the way")
+    assert claim_launch(tmpfs / "podium-0" / "run" / "launch-1") is None

@@ -177,6 +177,10 @@ class SimulatedLearner(Learner):
         """Steps of snapshots."""
         return tuple(sorted(self._costs.memory.get(self._context.rank, {})))
 
+    def forget_snapshots(self) -> None:
+        """Removes all snapshots."""
+        self._costs.memory.pop(self._context.rank, None)
+
     def restore(self, step: int, source: StateSource) -> Mapping[str, Any]:
         """Goes back to the weights after this step; a checkpoint has those of rank 0."""
         if source == "memory":
