@@ -480,16 +480,16 @@ def _lose(nodes: ray.cluster_utils.Cluster, node: Any, run: Path) -> None:
 
 def _join_and_drain(nodes: ray.cluster_utils.Cluster, run: Path, hold: Path, measured: dict[str, float]) -> None:
     """Holds the rewards of a step until what it waits for is on its way."""
-    from podium.cluster import cluster as cluster_module
+    from podium.cluster import workers as workers_module
 
     started: list[Workers] = []
-    start = cluster_module.Workers.start
+    start = workers_module.Workers.start
 
     async def noted(workers: Workers) -> None:
         started.append(workers)
         await start(workers)
 
-    cluster_module.Workers.start = noted  # type: ignore[method-assign]
+    workers_module.Workers.start = noted  # type: ignore[method-assign]
 
     def committed() -> int:
         file = run / "metrics.jsonl"

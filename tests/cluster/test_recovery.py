@@ -22,7 +22,7 @@ import pytest
 from golden.runs import fingerprint, make_task, recipe, train
 from helpers.hanging_roles import HANGING, hang_file
 from helpers.on_policy import numbers
-from podium.cluster.cluster import Workers
+from podium.cluster.workers import Workers
 from podium.errors import WorkerDiedError
 from podium.roles.interfaces import IMPLEMENTATIONS
 from podium.runs.events import membership_changes, recoveries

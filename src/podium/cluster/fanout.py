@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from podium.cluster.deadlines import Deadline
 from podium.cluster.identity import WorkerId
@@ -17,6 +17,8 @@ from podium.errors import DeadlineError, RoleError, WorkerDiedError
 
 if TYPE_CHECKING:
     from podium.cluster.worker_pool import WorkerPool
+
+Value = TypeVar("Value")
 
 # After the first failure the others may still answer: their replies often show the cause.
 _GRACE_S = 1.0
@@ -28,6 +30,11 @@ class OverdueError(DeadlineError):
     def __init__(self, text: str, workers: Sequence[WorkerId]) -> None:
         super().__init__(text)
         self.workers = tuple(workers)
+
+
+async def awaited(answer: Awaitable[Value]) -> Value:
+    """Any awaitable, as a coroutine."""
+    return await answer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -24,7 +24,7 @@ from podium.data.trajectories import RowsT, TrajectoryIds
 from podium.errors import ClusterError, ResultError, RoleError, WorkerDiedError
 
 if TYPE_CHECKING:
-    from podium.cluster.cluster import Workers
+    from podium.cluster.workers import Workers
 
 RoleT = TypeVar("RoleT")
 Result = TypeVar("Result")

@@ -13,20 +13,20 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from podium.cluster.deadlines import Deadline
-from podium.cluster.fanout import Pending, gather_answers
+from podium.cluster.fanout import Pending, awaited, gather_answers
 from podium.cluster.hangs import Hang, stuck_workers
 from podium.cluster.health import Died, Leaving, WhereReport, WorkerHealth, worker_health
-from podium.cluster.host import parameters_of
 from podium.cluster.identity import WorkerId, process_name
-from podium.cluster.layout import Layout, Pool, public_methods
+from podium.cluster.layout import Layout, Pool
 from podium.cluster.member import Member, Timeouts, ask_where
-from podium.cluster.messages import Beat, Build, Call, Handshake, Import, Join, OpenMeeting, Reply, Settle
+from podium.cluster.messages import Beat, Reply
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.places import Places
 from podium.cluster.placing import place_pools, place_vacant
+from podium.cluster.readying import LOOK_AGAIN_S, await_handshakes, make_ready
 from podium.cluster.silence import Silence
 from podium.cluster.transport import BundlePlace, GoneError, Process, Transport
-from podium.errors import DeadlineError, PodiumError, StartTimeoutError, WorkerDiedError
+from podium.errors import DeadlineError, PodiumError, WorkerDiedError
 
 log = logging.getLogger("podium.cluster")
 
@@ -35,7 +35,6 @@ Value = TypeVar("Value")
 # Pools whose owners are restoring state in this context: only they may call workers without state.
 RESTORING: ContextVar[frozenset[str]] = ContextVar("RESTORING", default=frozenset())
 
-_LOOK_AGAIN_S = 0.25
 # How long it may take until the death of a node is known.
 _DEATH_S = 5.0
 
@@ -215,14 +214,14 @@ class WorkerPool:
         silent = [worker for worker, answer in report.answers.items() if answer is None or answer.dump]
         limit = Deadline(_DEATH_S)
         while not limit.over and any(each.worker in silent and each.died is None for each in self.members):
-            await asyncio.sleep(_LOOK_AGAIN_S / 5)
+            await asyncio.sleep(LOOK_AGAIN_S / 5)
 
     async def unless_dead(self, worker: WorkerId, answer: Awaitable[Value]) -> Value:
         """Awaits a worker's answer, or raises GoneError as soon as its death is known."""
         member = self._members.get(worker.index)
         if member is None or member.worker != worker:
             return await answer
-        asking = asyncio.ensure_future(_awaited(answer))
+        asking = asyncio.ensure_future(awaited(answer))
         both: set[asyncio.Future[Any]] = {asking, member.death}
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -287,7 +286,7 @@ class WorkerPool:
                     self._incarnations[slot] = self._incarnations.get(slot, -1) + 1
                     name = process_name(self.pool.name, slot, self._incarnations[slot])
                     processes[slot] = await self._transport.spawn(self.pool, slot, places[slot], name)
-            handshakes = await self._handshakes(processes, began_s, limit)
+            handshakes = await await_handshakes(self.pool, self._transport, processes, began_s, limit)
         except BaseException as error:
             for process in processes.values():
                 process.kill()
@@ -299,98 +298,7 @@ class WorkerPool:
         for slot, handshake in handshakes.items():
             worker = WorkerId(self.pool.name, slot, handshake.node, handshake.device, self._incarnations[slot])
             self.enlist(worker, processes[slot])
-        await self._settle(slots, limit)
-        await self._import(slots, limit)
-        if self.meets:
-            await self._join(deadline)
-        await self._build(slots, limit)
-
-    async def _handshakes(
-        self, processes: dict[int, Process], began_s: float, deadline: Deadline
-    ) -> dict[int, Handshake]:
-        """Waits until every process has started, or until one is found to have died since `began_s`."""
-        tasks = {slot: asyncio.ensure_future(_awaited(process.handshake())) for slot, process in processes.items()}
-        pending: set[asyncio.Task[Handshake]] = set(tasks.values())
-        is_missing = False
-        try:
-            while pending and not is_missing and not deadline.over:
-                left_s = min(_LOOK_AGAIN_S, deadline.left_s)
-                done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
-                if any(task.exception() for task in done):
-                    break
-                is_missing = self._transport.is_process_missing(began_s)
-        finally:
-            for task in tasks.values():
-                task.cancel()
-        failed = {slot: error for slot, task in tasks.items() if task.done() and (error := task.exception())}
-        if failed:
-            words = "; ".join(f"{self.pool.name}[{slot}]: {error}" for slot, error in failed.items())
-            raise WorkerDiedError(f"{len(failed)} workers died while they started. {words}.")
-        late = [slot for slot, task in tasks.items() if task in pending]
-        if late and is_missing:
-            raise WorkerDiedError(
-                f"a process that Ray had started for the slots {late} of pool {self.pool.name}, or for another pool, "
-                "died before it was a worker."
-            )
-        if late:
-            raise StartTimeoutError(
-                f"pool {self.pool.name}: the processes of slots {late} did not come up in {deadline.seconds:.0f} s. "
-                "Their places are reserved, so they hang, the node is overloaded, or the workers before them have not "
-                "ended."
-            )
-        return {slot: task.result() for slot, task in tasks.items()}
-
-    async def _settle(self, slots: Sequence[int], deadline: Deadline) -> None:
-        meshes = self._layout.meshes_of(self.pool.name)
-        workers = {slot: self._members[slot].worker for slot in slots}
-        await self.send_all(
-            slots,
-            lambda slot: (Settle(worker=workers[slot], meshes=meshes, grace_s=self.pool.grace_s),),
-            "taking their places",
-            deadline,
-        )
-
-    async def _import(self, slots: Sequence[int], deadline: Deadline) -> None:
-        """Imports on all workers at the same time: their process group would wait for the last one."""
-        roles = [role for role in self._layout.roles if role.pool == self.pool.name and role.implementation]
-        modules = tuple(dict.fromkeys(str(role.implementation).partition(":")[0] for role in roles))
-        if not modules and not self.pool.tokenizers_only:
-            return
-        self._tell(f"{self.pool.name}: importing {', '.join(modules) or 'transformers'}")
-        call = Import(modules=modules, tokenizers_only=self.pool.tokenizers_only)
-        await self.send_all(slots, lambda _: (call,), "importing their code", deadline)
-
-    async def _join(self, deadline: Deadline) -> None:
-        slots = range(self.pool.slots)
-        limit = deadline.at_most(self._timeouts.rendezvous_s)
-        self._tell(f"{self.pool.name}: forming a process group of {self.pool.slots}")
-        first = await self.send_all([0], lambda _: (OpenMeeting(name="pool"),), "opening the meeting", limit)
-
-        def call(slot: int) -> tuple[Call]:
-            return (
-                Join(
-                    meeting=first[0].value,
-                    rank=slot,
-                    world=self.pool.slots,
-                    deadline_s=limit.left_s,
-                    timeout_s=self._timeouts.collective_s,
-                ),
-            )
-
-        # The workers' own deadline expires first: its message is more specific.
-        await self.send_all(slots, call, "forming their process group", Deadline(limit.left_s + 5.0))
-
-    async def _build(self, slots: Sequence[int], deadline: Deadline) -> None:
-        """Builds roles in the order of the layout: constructors may use collectives."""
-        for role in self._layout.roles:
-            mesh = self._layout.mesh(role)
-            mine = [slot for slot in slots if role.pool == self.pool.name and slot in mesh.slots]
-            methods = {name: parameters_of(method) for name, method in public_methods(role.kind).items()}
-            build = Build(role=role.name, methods=methods, implementation=role.implementation)
-            call = (build, role.kind, role.arguments)
-            if mine:
-                self._tell(f"{self.pool.name}: building {role.name}")
-                await self.send_all(mine, dict.fromkeys(mine, call).__getitem__, f"building {role.name}", deadline)
+        await make_ready(self, self._layout, slots, self._timeouts, deadline, limit, self._tell)
 
     async def _watch(self, member: Member) -> None:
         """Consumes the member's heartbeats. Ends when the process is gone, or when none has come for the heartbeat
@@ -400,7 +308,7 @@ class WorkerPool:
         coming: asyncio.Future[Beat] | None = None
         try:
             while True:
-                coming = asyncio.ensure_future(_awaited(anext(beats)))
+                coming = asyncio.ensure_future(awaited(anext(beats)))
                 silence = Silence(
                     member.process.look,
                     warn_s=self._timeouts.silent_s,
@@ -489,7 +397,3 @@ class WorkerPool:
             member.watcher.cancel()
         with contextlib.suppress(GoneError):
             member.process.kill()
-
-
-async def _awaited(answer: Awaitable[Value]) -> Value:
-    return await answer
