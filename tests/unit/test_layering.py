@@ -58,6 +58,7 @@ TORCH_FREE = (
     "engine.addresses",
     "engine.checkpoint_files",
     "engine.schedule",
+    "engine.snapshot_pace",
     "cluster",
     "weights.canary",
     "weights.weight_transfers",

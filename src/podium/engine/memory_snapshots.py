@@ -84,6 +84,11 @@ class MemorySnapshots:
             self._reason = str(error)
         return self._reason
 
+    @property
+    def copy_s(self) -> float:
+        """How long the tensors of the last snapshot were copied that has ended."""
+        return 0.0 if self._writer is None else self._writer.copy_s
+
     def wait_copied(self) -> None:
         """Until then the tensors of the last snapshot must not change."""
         if self._writer is not None:
@@ -153,6 +158,7 @@ class SnapshotWriter:
         self._jobs: SimpleQueue[_Job] | None = None  # of a thread that stays: to start one takes milliseconds
         self._done: threading.Event | None = None  # of the last snapshot
         self._failure: BaseException | None = None
+        self.copy_s = 0.0  # of the last snapshot whose tensors are copied
 
     def save(self, step: int, pieces: Sequence[TensorShard], extras: Extras | Future[Extras]) -> None:
         """Makes the snapshot of a step, which is whole once the extras are known. Collective. Raises on all ranks if
@@ -180,7 +186,9 @@ class SnapshotWriter:
             self._failure = error  # raised with the next snapshot; this one never becomes whole
             return
         if self._stream is None:
+            began_s = time.monotonic()
             file.copy(pieces)
+            self.copy_s = time.monotonic() - began_s
         else:
             self._copying = _DeviceCopy(file, pieces, self._stream, self._mesh.device)
         if self._jobs is None:
@@ -254,7 +262,9 @@ class SnapshotWriter:
         the node holds, and for the extras."""
         try:
             if job.copying is not None:
+                began_s = time.monotonic()
                 job.copying.run()
+                self.copy_s = time.monotonic() - began_s
             index = {
                 piece.name: {"shape": piece.shape, "starts": piece.box.starts, "stops": piece.box.stops}
                 for piece in job.pieces

@@ -34,7 +34,15 @@ from podium.models.scalar import PackedScalarLM
 from podium.recipe import AlgorithmSection
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency, ValueShard
-from podium.roles.interfaces import MICRO_BATCH, Critic, CriticShard, CriticSpec, StateSource
+from podium.roles.interfaces import (
+    MICRO_BATCH,
+    Critic,
+    CriticShard,
+    CriticSpec,
+    NoSnapshot,
+    SnapshotBegun,
+    StateSource,
+)
 from podium.roles.role_state import RoleState
 from podium.roles.scorer import HeldTensors
 from podium.roles.stages import CriticReport
@@ -176,7 +184,7 @@ class CriticRank(Critic):
         """Waits until the checkpoint has ended."""
         return self._writer.finish()
 
-    def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
+    def snapshot(self, step: int, values: Mapping[str, Any]) -> SnapshotBegun | NoSnapshot:
         """Begins to copy weights and optimizer state to host memory."""
         return self._state.snapshot(step, training_extras(self._engine, values))
 

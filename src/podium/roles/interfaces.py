@@ -43,6 +43,20 @@ POLICY = "policy"
 MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotBegun:
+    """A snapshot was begun."""
+
+    copy_s: float  # for how long the one before it was copied
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoSnapshot:
+    """There are no snapshots."""
+
+    reason: str
+
+
 StateSource = Literal["memory", "checkpoint"]
 """Where a role's state is read from: a snapshot in host memory, or a checkpoint in the run folder."""
 
@@ -52,9 +66,8 @@ class Stateful(ABC):
     collective if there are several ranks."""
 
     @abstractmethod
-    def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
-        """Begins to copy the state after this step to host memory; `values` come from the controller. Returns why there
-        is no snapshot, if there is none: the memory does not suffice, for instance."""
+    def snapshot(self, step: int, values: Mapping[str, Any]) -> SnapshotBegun | NoSnapshot:
+        """Begins to copy the state after this step to host memory; `values` come from the controller."""
 
     @abstractmethod
     def snapshots(self) -> tuple[int, ...]:

@@ -30,7 +30,16 @@ from podium.models.verify import random_batch, self_check
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency, UpdatePlan, UpdateShard
 from podium.roles.distances import distance
-from podium.roles.interfaces import MICRO_BATCH, Learner, LearnerFacts, LearnerSpec, StateSource, UpdateNote
+from podium.roles.interfaces import (
+    MICRO_BATCH,
+    Learner,
+    LearnerFacts,
+    LearnerSpec,
+    NoSnapshot,
+    SnapshotBegun,
+    StateSource,
+    UpdateNote,
+)
 from podium.roles.policy_update import PolicyUpdate
 from podium.roles.role_state import RoleState
 from podium.rollout.engine import MemoryChange
@@ -173,7 +182,7 @@ class LearnerRank(Learner):
         """Waits until the checkpoint has ended."""
         return self._writer.finish(give_up=give_up)
 
-    def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
+    def snapshot(self, step: int, values: Mapping[str, Any]) -> SnapshotBegun | NoSnapshot:
         """Begins to copy weights and optimizer state to host memory."""
         return self._state.snapshot(step, training_extras(self.engine, values))
 

@@ -13,7 +13,7 @@ from podium.engine.memory_snapshots import MemorySnapshots
 from podium.engine.mesh import Mesh
 from podium.errors import CheckpointError
 from podium.models.tensor_shards import TensorShard
-from podium.roles.interfaces import StateSource
+from podium.roles.interfaces import NoSnapshot, SnapshotBegun, StateSource
 from podium.runs.host_memory import claim_launch
 
 
@@ -37,10 +37,14 @@ class RoleState:
             else:
                 self._why_none = f"{memory.parent} cannot be made on all nodes"
 
-    def snapshot(self, step: int, extras: Extras) -> str | None:
-        """Begins a snapshot. Returns why there is none, if there is none. Collective."""
+    def snapshot(self, step: int, extras: Extras) -> SnapshotBegun | NoSnapshot:
+        """Begins a snapshot. Collective."""
         self._step = step
-        return self._why_none if self._snapshots is None else self._snapshots.take(step, extras)
+        if self._snapshots is None:
+            return NoSnapshot(reason=self._why_none)
+        copy_s = self._snapshots.copy_s
+        reason = self._snapshots.take(step, extras)
+        return SnapshotBegun(copy_s=copy_s) if reason is None else NoSnapshot(reason=reason)
 
     def begin_change(self) -> None:
         """The state changes from now on. Waits until its last snapshot is copied."""

@@ -26,7 +26,7 @@ from podium.models.tensor_shards import TensorShard
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency
 from podium.roles.distances import distance
-from podium.roles.interfaces import POLICY, Scorer, ScorerSpec, StateSource
+from podium.roles.interfaces import POLICY, NoSnapshot, Scorer, ScorerSpec, SnapshotBegun, StateSource
 from podium.roles.learner import LearnerRank
 from podium.roles.role_state import RoleState
 from podium.rollout.engine import MemoryChange
@@ -95,7 +95,7 @@ class ScorerRank(Scorer):
         writer.save(step, self._pieces(), Extras(values={}, arrays={}))
         return writer.finish()
 
-    def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
+    def snapshot(self, step: int, values: Mapping[str, Any]) -> SnapshotBegun | NoSnapshot:
         """Begins to copy the weights to host memory."""
         return self._state.snapshot(step, Extras(values=values, arrays={}))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from podium.cluster import RoleGroup
 from podium.roles.handles import PHASE_S
-from podium.roles.interfaces import Stateful, StateSource
+from podium.roles.interfaces import NoSnapshot, SnapshotBegun, Stateful, StateSource
 
 
 class StateHandle:
@@ -18,10 +18,12 @@ class StateHandle:
         group.requires(Stateful.snapshot, Stateful.snapshots, Stateful.restore, Stateful.forget_snapshots)
         self._group = group.within(PHASE_S, work_only=True)
 
-    async def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
-        """Begins a snapshot on all ranks. Returns why there is none, if there is none."""
-        answers = await self._group.call_all(Stateful.snapshot, step, values)
-        return next((answer.value for answer in answers if answer.value is not None), None)
+    async def snapshot(self, step: int, values: Mapping[str, Any]) -> SnapshotBegun | NoSnapshot:
+        """Begins a snapshot on all ranks. The slowest of them has copied the last one for `copy_s`."""
+        answers = [answer.value for answer in await self._group.call_all(Stateful.snapshot, step, values)]
+        missing = next((each for each in answers if isinstance(each, NoSnapshot)), None)
+        begun = [each.copy_s for each in answers if isinstance(each, SnapshotBegun)]
+        return missing or SnapshotBegun(copy_s=max(begun))
 
     async def snapshots(self) -> set[int]:
         """Steps of snapshots that are whole."""

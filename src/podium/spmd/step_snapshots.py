@@ -4,7 +4,6 @@ where updates would wait too long for the copies of a device."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -15,14 +14,13 @@ from podium.data.loader import LoaderState
 from podium.engine.checkpoint_files import Extras
 from podium.engine.memory_snapshots import KEPT, MemorySnapshots
 from podium.engine.mesh import Mesh
+from podium.engine.snapshot_pace import steps_between
 from podium.engine.train_step import TrainEngine
 from podium.observe import Console, Stopwatch
 from podium.spmd.steps import TrainStep
 
 MakeExtras = Callable[[int, LoaderState, Mapping[str, int]], Extras]
 """Step, position in the data, updates that each tensor missed -> what is saved beside the tensors."""
-# The most of its time that a run may wait for copies.
-_MOST_WAITING = 0.02
 
 
 class StepSnapshots:
@@ -33,7 +31,7 @@ class StepSnapshots:
         """`memory`: takes them; None: no restart could use them, and there are none."""
         self._memory, self._engine, self._console, self._watch = memory, engine, console, watch
         self._unreported: tuple[Future[Extras], TrainStep, Mapping[str, int]] | None = None
-        self._pace = SnapshotPace(engine.mesh)
+        self._pace = WaitingPace(engine.mesh)
         if memory is not None:
             engine.before_update = self._wait_copied
 
@@ -66,8 +64,9 @@ class StepSnapshots:
             extras.set_result(make_extras(step.number, step.ready.state, missed_updates))
 
 
-class SnapshotPace:
-    """After which steps there are snapshots: after as many as keep the waits of updates below 2% of the time."""
+class WaitingPace:
+    """After which steps there are snapshots: after as many as keep the waits of updates for them short. There is
+    nothing else that a copy could slow down."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -89,7 +88,7 @@ class SnapshotPace:
             seconds = torch.tensor([self._waited_s, now_s - self._began_s], dtype=torch.float64)
             waited_s, elapsed_s = (self._mesh.sum(seconds) / self._mesh.world).tolist()
             step_s = max(elapsed_s - waited_s, 1e-6) / (step - self._step)
-            between = max(1, math.ceil(waited_s / (_MOST_WAITING * step_s)))
+            between = steps_between(waited_s, step_s)
         self._num_begun += 1
         self._next = step + between
         self._step, self._began_s, self._waited_s = step, now_s, 0.0

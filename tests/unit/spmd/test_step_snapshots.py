@@ -19,7 +19,7 @@ from podium.engine.memory_snapshots import MemorySnapshots, whole_snapshots
 from podium.engine.mesh import Mesh
 from podium.models.tensor_shards import Box, TensorShard
 from podium.observe import Console, Stopwatch
-from podium.spmd.step_snapshots import SnapshotPace, StepSnapshots
+from podium.spmd.step_snapshots import StepSnapshots, WaitingPace
 
 ALONE = Mesh(rank=0, world=1, device=torch.device("cpu"), devices=None)
 
@@ -77,7 +77,7 @@ class TestPace:
     """When the next snapshot is due."""
 
     def due_after(self, waited_s: float, *, step_s: float, num_steps: int = 30) -> list[int]:
-        pace, now_s, due = SnapshotPace(ALONE), 100.0, []
+        pace, now_s, due = WaitingPace(ALONE), 100.0, []
         for step in range(1, num_steps + 1):
             now_s += step_s
             if pace.is_due(step):
@@ -96,7 +96,7 @@ class TestPace:
         assert self.due_after(0.09, step_s=1.0) == [1, 2, 3, 4, 9, 14, 19, 24, 29]
 
     def test_they_come_more_often_again_when_nothing_waits_any_more(self) -> None:
-        pace = SnapshotPace(ALONE)
+        pace = WaitingPace(ALONE)
         for step in (1, 2, 3, 4):
             pace.begin(step, float(step))
             pace.waited(0.2)

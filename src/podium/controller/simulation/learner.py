@@ -34,7 +34,15 @@ from podium.errors import ClusterError
 from podium.recipe import ModelReward
 from podium.roles.carriers import GradeNote, GraderFacts, GradeShard, Residency, UpdatePlan, UpdateShard
 from podium.roles.grader import Grader, GraderSpec, Purpose
-from podium.roles.interfaces import Learner, LearnerFacts, LearnerSpec, StateSource, UpdateNote
+from podium.roles.interfaces import (
+    Learner,
+    LearnerFacts,
+    LearnerSpec,
+    NoSnapshot,
+    SnapshotBegun,
+    StateSource,
+    UpdateNote,
+)
 from podium.rollout.engine import MemoryChange
 from podium.weights.canary import LogprobGap
 from podium.weights.versions import WeightVersion
@@ -165,13 +173,13 @@ class SimulatedLearner(Learner):
         """Nothing is in flight."""
         return "idle"
 
-    def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
+    def snapshot(self, step: int, values: Mapping[str, Any]) -> SnapshotBegun | NoSnapshot:
         """Keeps the last two steps."""
         kept = self._costs.memory.setdefault(self._context.rank, {})
         kept[step] = KeptState(weights=self._weights, values=values)
         for old in sorted(kept)[:-2]:
             del kept[old]
-        return None
+        return SnapshotBegun(copy_s=0.0)
 
     def snapshots(self) -> tuple[int, ...]:
         """Steps of snapshots."""
