@@ -43,18 +43,29 @@ def claim_launch(launch: Path) -> TextIO | None:
     run, mine = launch.parent, launch.parent.parent
     try:
         _remove_free(mine, but=run)
-        for each in (mine, run, launch):
-            each.mkdir(mode=0o700, exist_ok=True)
-            if each.stat().st_uid != os.getuid():
-                return None
+        lock = _held(run)
         for other in run.glob(f"{_OF_LAUNCH}*"):
             if other != launch:
                 shutil.rmtree(other, ignore_errors=True)
-        lock = (run / _LOCK).open("a")
+        launch.mkdir(mode=0o700, exist_ok=True)
     except OSError:
         return None
-    fcntl.flock(lock, fcntl.LOCK_SH)
     return lock
+
+
+def _held(folder: Path) -> TextIO:
+    """Makes the folder of a run and holds it. Nobody else removes it then."""
+    while True:
+        for each in (folder.parent, folder):
+            each.mkdir(mode=0o700, exist_ok=True)
+            if each.stat().st_uid != os.getuid():
+                raise PermissionError(f"{each} belongs to another user.")
+        with contextlib.suppress(FileNotFoundError):  # it was removed before it was held
+            lock = (folder / _LOCK).open("a")
+            fcntl.flock(lock, fcntl.LOCK_SH)  # the controller, its supervisor and workers share it
+            if (folder / _LOCK).stat().st_ino == os.fstat(lock.fileno()).st_ino:
+                return lock
+            lock.close()
 
 
 @contextlib.contextmanager
@@ -68,10 +79,7 @@ def held_memory(run: Path, *, is_emptied: bool = True, is_removed: bool = True) 
     _remove_free(mine, but=folder)
     if is_emptied:
         remove_memory(folder)
-    for each in (mine, folder):
-        each.mkdir(mode=0o700, exist_ok=True)
-    with (folder / _LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)  # shared with a supervisor and workers; the run folder has a lock of its own
+    with _held(folder):
         if not (folder / _LAUNCH).exists():
             (folder / _LAUNCH).write_text(f"{_OF_LAUNCH}{uuid.uuid4().hex}", encoding="utf-8")
         try:

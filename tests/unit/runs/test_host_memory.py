@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -132,3 +133,20 @@ def test_a_worker_on_another_node_removes_what_earlier_launches_and_killed_runs_
 def test_a_folder_that_cannot_be_made_is_not_claimed(tmpfs: Path) -> None:
     (tmpfs / "podium-0").write_text("in the way")
     assert claim_launch(tmpfs / "podium-0" / "run" / "launch-1") is None
+
+
+def test_a_folder_that_is_removed_before_it_is_held_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, flock, removed = tmp_path / "run", fcntl.flock, []
+
+    def flock_too_late(file: object, how: int) -> None:
+        if not removed:  # another run has found the lock free
+            removed.append(folder_of(run))
+            host_memory.remove_memory(folder_of(run))
+        flock(file, how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fcntl, "flock", flock_too_late)
+    with held_memory(run):
+        assert launch_folder(run) is not None
+    assert removed
