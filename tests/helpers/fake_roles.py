@@ -166,6 +166,15 @@ class FakeGenerator(_Placed):
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """Prompts that a stream is given at once."""
+
+    prompts: Sequence[IndexedTask]
+    samples: tuple[int, ...]  # of each
+    attempt: int
+
+
 class FakeStream:
     """All that a generator is given is answered at once."""
 
@@ -189,7 +198,11 @@ class FakeStream:
         attempt: int = 0,
         begun: object = None,
     ) -> None:
-        for block in self.promised(prompts, samples):
+        self.answer_all(Admitted(prompts=prompts, samples=samples, attempt=attempt))
+
+    def answer_all(self, admitted: Admitted) -> None:
+        """Answers what it is given. Tests replace it."""
+        for block in self.promised(admitted.prompts, admitted.samples):
             self._arrivals.put_nowait(block)
 
     def promised(self, prompts: Sequence[IndexedTask], samples: tuple[int, ...]) -> list[ShardResult[TrajectoryBlock]]:
@@ -218,18 +231,13 @@ def answer_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     answered with the weights that are there then."""
     tasks: set[asyncio.Task[None]] = set()
 
-    def admit(
-        self: FakeStream,
-        rank: int,
-        prompts: Sequence[IndexedTask],
-        samples: tuple[int, ...],
-        attempt: int = 0,
-        begun: object = None,
-    ) -> None:
-        self._num_open += len(prompts)
-        self._generator._bandit.journal.append(("admit", "generator", [prompt.prompt_index for prompt in prompts]))
-        for prompt in prompts:
-            task = asyncio.create_task(answer(self, prompt, samples))
+    def answer_all(self: FakeStream, admitted: Admitted) -> None:
+        self._num_open += len(admitted.prompts)
+        self._generator._bandit.journal.append(
+            ("admit", "generator", [prompt.prompt_index for prompt in admitted.prompts])
+        )
+        for prompt in admitted.prompts:
+            task = asyncio.create_task(answer(self, prompt, admitted.samples))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
@@ -240,7 +248,7 @@ def answer_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
             stream._num_open -= 1  # counted by `admit` already
             stream._arrivals.put_nowait(block)
 
-    monkeypatch.setattr(FakeStream, "admit", admit)
+    monkeypatch.setattr(FakeStream, "answer_all", answer_all)
 
 
 class FakeLearner(_Placed):

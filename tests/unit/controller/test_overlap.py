@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.fake_roles import Bandit, FakeGenerator, FakeGrader, FakeLearner, FakeStream, answer_slowly
+from helpers.fake_roles import Admitted, Bandit, FakeGenerator, FakeGrader, FakeLearner, FakeStream, answer_slowly
 from helpers.made_batches import WORKER, make_answer, make_result
 from helpers.trials import Trial
 from podium.algorithms.staleness import AgeStatistics
@@ -215,21 +215,15 @@ def test_rows_of_a_block_that_two_steps_share_stay_until_the_second(
 ) -> None:
     """All prompts that wait are answered in one block, which so has groups of several steps."""
 
-    def admit(
-        self: FakeStream,
-        rank: int,
-        prompts: Sequence[IndexedTask],
-        samples: tuple[int, ...],
-        attempt: int = 0,
-        begun: object = None,
-    ) -> None:
-        self._generator._works("generate", tuple(prompt.prompt_index for prompt in prompts), len(samples), self._plan)
-        ids = [TrajectoryId(prompt.prompt_index, sample) for prompt in prompts for sample in samples]
+    def answer_all(self: FakeStream, admitted: Admitted) -> None:
+        indexes = tuple(prompt.prompt_index for prompt in admitted.prompts)
+        self._generator._works("generate", indexes, len(admitted.samples), self._plan)
+        ids = [TrajectoryId(prompt.prompt_index, sample) for prompt in admitted.prompts for sample in admitted.samples]
         answers = [self._generator._answer(id, self._plan) for id in ids]
         self._num_open += 1
         self._arrivals.put_nowait(make_result(answers))
 
-    monkeypatch.setattr(FakeStream, "admit", admit)
+    monkeypatch.setattr(FakeStream, "answer_all", answer_all)
     trial = Trial(tmp_path, *SPLIT, "rollout.staleness=2")
     trial.run()
 
@@ -243,23 +237,19 @@ def test_episodes_of_a_lost_worker_run_again(tmp_path: Path, monkeypatch: pytest
     lost = Lost(rank=0, worker=WORKER, error=WorkerDiedError("killed"))
     deaths: list[Lost] = []
 
-    def admit(
-        self: FakeStream,
-        rank: int,
-        prompts: Sequence[IndexedTask],
-        samples: tuple[int, ...],
-        attempt: int = 0,
-        begun: object = None,
-    ) -> None:
+    def answer_all(self: FakeStream, admitted: Admitted) -> None:
         self._num_open += 1
-        if attempt == 0 and prompts[0].prompt_index == 0:
+        if admitted.attempt == 0 and admitted.prompts[0].prompt_index == 0:
             deaths.append(lost)
             self._arrivals.put_nowait(lost)  # type: ignore[arg-type]
             return
         answers = [
-            replace(make_answer(prompt.prompt_index, sample), id=TrajectoryId(prompt.prompt_index, sample, 0, attempt))
-            for prompt in prompts
-            for sample in samples
+            replace(
+                make_answer(prompt.prompt_index, sample),
+                id=TrajectoryId(prompt.prompt_index, sample, 0, admitted.attempt),
+            )
+            for prompt in admitted.prompts
+            for sample in admitted.samples
         ]
         versions = [np.full(1, self._generator._version, np.int32)] * len(answers)
         stamped = [replace(answer, versions_L=each) for answer, each in zip(answers, versions, strict=True)]
@@ -268,7 +258,7 @@ def test_episodes_of_a_lost_worker_run_again(tmp_path: Path, monkeypatch: pytest
     async def replaced(self: FakeGenerator, stream: Any, lost: Lost) -> None:
         pass
 
-    monkeypatch.setattr(FakeStream, "admit", admit)
+    monkeypatch.setattr(FakeStream, "answer_all", answer_all)
     monkeypatch.setattr(FakeGenerator, "replace", replaced)
     trial = Trial(tmp_path, *SPLIT, "steps=3", f"rollout.staleness={staleness}")
     runners: Any = trial.roles.generator  # they have the same methods

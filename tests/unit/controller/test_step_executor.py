@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.fake_roles import Bandit, FakeGenerator, FakeGrader, FakeStream
+from helpers.fake_roles import Admitted, Bandit, FakeGenerator, FakeGrader, FakeStream
 from helpers.trials import Trial
 from podium.controller.schedule_audit import ScheduleAudit
-from podium.data.tasks import IndexedTask
 from podium.errors import ClusterError, InvariantError
 from podium.roles.carriers import EpisodeNote, GraderFacts
 from podium.roles.grading_handle import Rewarded
@@ -29,16 +27,9 @@ def test_episodes_are_graded_while_others_are_generated(tmp_path: Path, monkeypa
     """Each block after the first comes only when one more batch was graded: a run that grades at the end would hang."""
     trial, releasing = Trial(tmp_path, "steps=2"), list[asyncio.Task[None]]()
 
-    def admit(
-        self: FakeStream,
-        rank: int,
-        prompts: Sequence[IndexedTask],
-        samples: tuple[int, ...],
-        attempt: int = 0,
-        begun: object = None,
-    ) -> None:
+    def answer_all(self: FakeStream, admitted: Admitted) -> None:
         before = len(trial.bandit.calls("grade"))
-        releasing.append(asyncio.create_task(release(self, self.promised(prompts, samples), before)))
+        releasing.append(asyncio.create_task(release(self, self.promised(admitted.prompts, admitted.samples), before)))
 
     async def release(stream: FakeStream, blocks: list[Any], before: int) -> None:
         for number, block in enumerate(blocks):
@@ -46,7 +37,7 @@ def test_episodes_are_graded_while_others_are_generated(tmp_path: Path, monkeypa
                 await asyncio.sleep(0)
             stream._arrivals.put_nowait(block)
 
-    monkeypatch.setattr(FakeStream, "admit", admit)
+    monkeypatch.setattr(FakeStream, "answer_all", answer_all)
     run = trial.run()
 
     assert run.num_committed == 2
