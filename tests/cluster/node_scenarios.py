@@ -392,10 +392,21 @@ def outside_listeners_of(root: int) -> set[str]:
     return found
 
 
+def run_of(folder: Path, name: str, **placement: Any) -> dict[str, Any]:
+    """A run of eight steps whose only checkpoint is the last one."""
+    from golden.runs import recipe
+
+    values = recipe("grpo")
+    return values | {
+        "steps": 8, "checkpoint": {"every": 8, "background": False}, "placement": {**values["placement"], **placement},
+        "run": {"name": name, "folder": str(folder / "runs")},
+    }  # fmt: skip
+
+
 def membership(folder: Path) -> dict[str, float]:
     """A node joins a running job, and is drained later: a generator joins and leaves, and the run ends with the weights
     of one in a single process."""
-    from golden.runs import fingerprint, make_task, recipe, train
+    from golden.runs import fingerprint, make_task, train
     from podium.runs.events import membership_changes, recoveries
 
     make_task(folder)
@@ -406,22 +417,14 @@ def membership(folder: Path) -> dict[str, float]:
         "    return sum(character.isdigit() for character in answer) / 10\n"
     )
 
-    def values(name: str, **placement: Any) -> dict[str, Any]:
-        values = recipe("grpo")
-        return values | {
-            "steps": 8, "checkpoint": {"every": 8, "background": False}, "reward": [{"function": "held.py:digits"}],
-            "grading": {"workers": 1, "timeout_s": 120.0},
-            "placement": {**values["placement"], **placement},
-            "run": {"name": name, "folder": str(folder / "runs")},
-        }  # fmt: skip
-
-    expected = fingerprint(train(values("alone", launcher="inline"), folder), step=8)
+    held = {"reward": [{"function": "held.py:digits"}], "grading": {"workers": 1, "timeout_s": 120.0}}
+    expected = fingerprint(train(run_of(folder, "alone", launcher="inline") | held, folder), step=8)
     measured: dict[str, float] = {}
     with nodes_of(2, settings=ATTENTIVE, shutdown_at_exit=False) as nodes:
         os.environ["RAY_ADDRESS"] = nodes.address
         split = {"layout": "split", "devices": 2, "rollout_devices": 1, "max_rollout_devices": 2}
         changing = _InThread(lambda: _join_and_drain(nodes, folder / "runs" / "split", hold, measured))
-        run = train(values("split", launcher="ray", **split), folder)
+        run = train(run_of(folder, "split", launcher="ray", **split) | held, folder)
         changing.join()
     assert fingerprint(run, step=8)["weights"] == expected["weights"]
     changes = [(each.change, each.generator.partition("@")[0], each.generators) for each in membership_changes(run)]
@@ -433,47 +436,65 @@ def membership(folder: Path) -> dict[str, float]:
 def lost_node(folder: Path) -> dict[str, float]:
     """Of two nodes with a learner each, one is lost with its memory, and another joins: the learner there gets its
     shard from the copy, and the run ends with the weights of one that nobody disturbed."""
-    from golden.runs import fingerprint, make_task, recipe, train
+    from golden.runs import fingerprint, make_task, train
     from podium.runs.events import recoveries
 
     make_task(folder)
-
-    def values(name: str) -> dict[str, Any]:
-        values = recipe("grpo")
-        return values | {
-            "steps": 8, "checkpoint": {"every": 8, "background": False},
-            "placement": {**values["placement"], "launcher": "ray", "layout": "colocated", "devices": 2},
-            "run": {"name": name, "folder": str(folder / "runs")},
-        }  # fmt: skip
 
     measured: dict[str, float] = {}
     with nodes_of(1, settings=ATTENTIVE, shutdown_at_exit=False) as nodes:
         os.environ["RAY_ADDRESS"] = nodes.address
         second = add_node(nodes, 1)
-        expected = fingerprint(train(values("undisturbed"), folder), step=8)
+        two = {"launcher": "ray", "layout": "colocated", "devices": 2}
+        expected = fingerprint(train(run_of(folder, "undisturbed", **two), folder), step=8)
         losing = _InThread(lambda: _lose(nodes, second, folder / "runs" / "disturbed"))
-        run = train(values("disturbed"), folder)
+        run = train(run_of(folder, "disturbed", **two), folder)
         losing.join()
     assert fingerprint(run, step=8)["weights"] == expected["weights"]
     (recovery,) = recoveries(run)
     assert (recovery.part, recovery.remedy) == ("learner", "rewind")
     assert recovery.step >= 1, recovery  # there is no checkpoint before the last step: this was in memory
     measured["recovery_s"] = round(recovery.seconds, 2)
-    assert not list(Path("/dev/shm").glob(f"podium-{os.getuid()}/*/launch-*/**/*.safetensors"))
     return measured
 
 
-def _lose(nodes: ray.cluster_utils.Cluster, node: Any, run: Path) -> None:
-    """Loses a node after two steps, with the snapshots in its memory."""
-    from podium.runs.host_memory import launch_folder
+def lost_generator(folder: Path) -> dict[str, float]:
+    """Of two nodes with a generator each, one is lost: the run goes on with the other, and ends with the weights of one
+    in a single process."""
+    from golden.runs import fingerprint, make_task, train
+    from podium.runs.events import recoveries
 
+    make_task(folder)
+
+    expected = fingerprint(train(run_of(folder, "alone", launcher="inline"), folder), step=8)
+    with nodes_of(2, settings=ATTENTIVE, shutdown_at_exit=False) as nodes:
+        os.environ["RAY_ADDRESS"] = nodes.address
+        second = add_node(nodes, 1)
+        losing = _InThread(lambda: _lose_after_two_steps(nodes, second, folder / "runs" / "split"))
+        split = {"layout": "split", "devices": 3, "rollout_devices": 2}
+        run = train(run_of(folder, "split", launcher="ray", **split), folder)
+        losing.join()
+    assert fingerprint(run, step=8)["weights"] == expected["weights"]
+    (recovery,) = recoveries(run)
+    assert (recovery.part, recovery.remedy) == ("generator", "fewer"), recovery
+    return {"step": recovery.step}
+
+
+def _lose_after_two_steps(nodes: ray.cluster_utils.Cluster, node: Any, run: Path) -> None:
     metrics = run / "metrics.jsonl"
     wait_until(lambda: metrics.is_file() and len(metrics.read_bytes().splitlines()) >= 2, "two steps", deadline_s=120)
+    nodes.remove_node(node, allow_graceful=False)
+
+
+def _lose(nodes: ray.cluster_utils.Cluster, node: Any, run: Path) -> None:
+    """Loses a node after two steps, with the snapshots in its memory, and adds another."""
+    from podium.runs.host_memory import launch_folder
+
+    _lose_after_two_steps(nodes, node, run)
     memory = launch_folder(run)
     assert memory is not None
     (lost,) = memory.glob(f"policy/*{node.node_id[:6]}")
-    assert [each.name for each in lost.glob("step-*/rank-00000.json")], "a copy of the other node's shard"
-    nodes.remove_node(node, allow_graceful=False)
+    assert len(list(lost.glob("step-*/rank-*.json"))) >= 2, "its shard, and a copy of the other one"
     shutil.rmtree(lost)
     add_node(nodes, 1)
 
@@ -542,7 +563,7 @@ SCENARIOS: dict[str, Callable[[Path], Awaitable[dict[str, float]]]] = {
 
 
 if __name__ == "__main__":
-    whole_runs = {"membership": membership, "lost_node": lost_node}
+    whole_runs = {"membership": membership, "lost_node": lost_node, "lost_generator": lost_generator}
     if sys.argv[1] in whole_runs:
         measured = whole_runs[sys.argv[1]](Path(sys.argv[2]))
     else:

@@ -124,6 +124,11 @@ def test_a_node_with_a_learner_is_lost_and_the_run_goes_on_from_the_copy_on_anot
 
 
 @pytest.mark.slow
+def test_a_node_with_a_generator_is_lost_and_the_run_goes_on_with_fewer() -> None:
+    measured("lost_generator", limit_s=280)
+
+
+@pytest.mark.slow
 def test_a_wrong_address_fails_fast_and_says_what_to_do() -> None:
     measured("wrong_address", limit_s=60)
 
