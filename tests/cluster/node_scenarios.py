@@ -9,6 +9,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,13 +22,18 @@ from typing import Any
 import numpy as np
 import ray
 import ray.cluster_utils
+import yaml
 from ray.core.generated import autoscaler_pb2
+from ray.util.placement_group import placement_group, placement_group_table
 
 from helpers.clusters import next_death
 from helpers.processes import descendants, wait_until
 from helpers.roles import Batch, Counter, Request, Summer, ids
 from podium.cluster import Cluster, Layout, MeshShape, Pool, RayCluster, Resources, RoleSpec, Workers, open_ray
+from podium.cluster.keepalive import KeepAlive
 from podium.cluster.member import Timeouts
+from podium.cluster.processes import children, command_of
+from podium.cluster.ray_compat import actor_processes
 from podium.data.trajectories import RowColumn, TrajectoryIds
 from podium.errors import ClusterError, PlacementError, StoreError, WorkerDiedError
 
@@ -403,6 +410,19 @@ def run_of(folder: Path, name: str, **placement: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def started_workers() -> list[Workers]:
+    """Workers that have started since, as they start."""
+    started: list[Workers] = []
+    start = Workers.start
+
+    async def noted(workers: Workers) -> None:
+        await start(workers)
+        started.append(workers)
+
+    Workers.start = noted  # type: ignore[method-assign]
+    return started
+
+
 def membership(folder: Path) -> dict[str, float]:
     """A node joins a running job, and is drained later: a generator joins and leaves, and the run ends with the weights
     of one in a single process."""
@@ -459,18 +479,25 @@ def lost_node(folder: Path) -> dict[str, float]:
 
 
 def lost_generator(folder: Path) -> dict[str, float]:
-    """Of two nodes with a generator each, one is lost: the run goes on with the other, and ends with the weights of one
-    in a single process."""
+    """Of three nodes with a worker each, one with a generator is lost: the run goes on with the other generator, and
+    ends with the weights of one in a single process."""
     from golden.runs import fingerprint, make_task, train
     from podium.runs.events import recoveries
 
     make_task(folder)
 
     expected = fingerprint(train(run_of(folder, "alone", launcher="inline"), folder), step=8)
-    with nodes_of(2, settings=ATTENTIVE, shutdown_at_exit=False) as nodes:
+    with nodes_of(1, settings=ATTENTIVE, shutdown_at_exit=False) as nodes:
         os.environ["RAY_ADDRESS"] = nodes.address
-        second = add_node(nodes, 1)
-        losing = _InThread(lambda: _lose_after_two_steps(nodes, second, folder / "runs" / "split"))
+        others, started = [add_node(nodes, 1) for _ in range(2)], started_workers()
+
+        def lose() -> None:
+            wait_until(lambda: bool(started), "the workers", deadline_s=120)
+            learner = started[0].worker_pool("train").members[0].worker.node
+            lost = next(each for each in others if name_of(each) != learner)
+            _lose_after_two_steps(nodes, lost, folder / "runs" / "split")
+
+        losing = _InThread(lose)
         split = {"layout": "split", "devices": 3, "rollout_devices": 2}
         run = train(run_of(folder, "split", launcher="ray", **split), folder)
         losing.join()
@@ -481,8 +508,7 @@ def lost_generator(folder: Path) -> dict[str, float]:
 
 
 def _lose_after_two_steps(nodes: ray.cluster_utils.Cluster, node: Any, run: Path) -> None:
-    metrics = run / "metrics.jsonl"
-    wait_until(lambda: metrics.is_file() and len(metrics.read_bytes().splitlines()) >= 2, "two steps", deadline_s=120)
+    wait_until(lambda: _num_steps(run) >= 2, "two steps", deadline_s=120)
     nodes.remove_node(node, allow_graceful=False)
 
 
@@ -499,24 +525,76 @@ def _lose(nodes: ray.cluster_utils.Cluster, node: Any, run: Path) -> None:
     add_node(nodes, 1)
 
 
+def joined_attach(folder: Path) -> dict[str, float]:
+    """The controller of a run on two nodes of a cluster of others is killed: the next one attaches to the workers, and
+    nothing of the run is left in the cluster at its end. What nobody keeps alive is ended as well."""
+    from golden.runs import fingerprint, make_task, train
+    from podium.runs.events import recoveries
+
+    make_task(folder)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(run_of(folder, "joined", launcher="ray", devices=2)))
+    run, measured = folder / "runs" / "joined", dict[str, float]()
+    with nodes_of(1, settings=ATTENTIVE, shutdown_at_exit=False) as nodes:
+        add_node(nodes, 1)
+        os.environ["RAY_ADDRESS"] = nodes.address
+        expected = fingerprint(train(run_of(folder, "undisturbed", launcher="ray", devices=2), folder), step=8)
+        ray.init(address=nodes.address, namespace="podium-test", logging_level="ERROR")
+        command = [sys.executable, "-m", "podium", "train", "recipe.yaml"]
+        process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL)
+        try:
+            wait_until(lambda: _num_steps(run) >= 2, "two steps", deadline_s=120)
+            before = _worker_pids()
+            (controller,) = [pid for pid in children(process.pid) if command_of(pid) == command_of(process.pid)]
+            os.kill(controller, signal.SIGKILL)
+            wait_until(lambda: _num_steps(run) >= 4, "steps of the next controller", deadline_s=120)
+            assert _worker_pids() == before != set()
+            assert process.wait(120) == 0
+        finally:
+            process.kill()
+            process.wait(20)
+        (recovery,) = recoveries(run)
+        assert (recovery.part, recovery.remedy) == ("controller", "attach"), recovery
+        measured["attach_s"] = round(recovery.seconds, 2)
+        assert fingerprint(run, step=8)["weights"] == expected["weights"]
+        wait_until(lambda: not _left_in_cluster(), f"the end of {_left_in_cluster()}", deadline_s=20)
+        with seconds(measured, "abandoned_s"):
+            _abandon("podium-test", timeout_s=3.0)
+            assert len(_left_in_cluster()) == 3
+            wait_until(lambda: not _left_in_cluster(), f"the end of {_left_in_cluster()}", deadline_s=30)
+    return measured
+
+
+def _num_steps(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return len(file.read_bytes().splitlines()) if file.is_file() else 0
+
+
+def _worker_pids() -> set[int]:
+    return {at.pid for name, at in actor_processes().items() if name.startswith("train[")}
+
+
+def _left_in_cluster() -> list[str]:
+    """Actors and placement groups of Podium."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    actors = [each["name"] for each in found if each["namespace"].startswith("podium")]
+    groups = [each["name"] for each in placement_group_table().values() if each["state"] != "REMOVED"]
+    return actors + groups
+
+
+def _abandon(namespace: str, timeout_s: float) -> None:
+    """Leaves an actor and a placement group behind that nobody keeps alive."""
+    KeepAlive(namespace, timeout_s)._ended.set()
+    group = placement_group([{"CPU": 1}], name=f"{namespace} train[0] 7", lifetime="detached")
+    assert group.wait(20)
+    options = {"name": "train[0]#0 7", "namespace": namespace, "lifetime": "detached", "num_cpus": 0}
+    actor = ray.remote(Counter).options(**options).remote(None)
+    ray.get(actor.value.remote(), timeout=20)
+
+
 def _join_and_drain(nodes: ray.cluster_utils.Cluster, run: Path, hold: Path, measured: dict[str, float]) -> None:
     """Holds the rewards of a step until what it waits for is on its way."""
-    from podium.cluster import workers as workers_module
-
-    started: list[Workers] = []
-    start = workers_module.Workers.start
-
-    async def noted(workers: Workers) -> None:
-        started.append(workers)
-        await start(workers)
-
-    workers_module.Workers.start = noted  # type: ignore[method-assign]
-
-    def committed() -> int:
-        file = run / "metrics.jsonl"
-        return len(file.read_bytes().splitlines()) if file.is_file() else 0
-
-    wait_until(lambda: committed() >= 1, "the first step", deadline_s=120)
+    started = started_workers()
+    wait_until(lambda: _num_steps(run) >= 1, "the first step", deadline_s=120)
     pool = started[0].worker_pool("rollout")
     hold.touch()
     with seconds(measured, "ready_after_joining_s"):
@@ -524,8 +602,8 @@ def _join_and_drain(nodes: ray.cluster_utils.Cluster, run: Path, hold: Path, mea
         wait_until(lambda: pool.ready == (1,), "a generator on the new node", deadline_s=120)
     hold.unlink()
     wait_until(lambda: not pool.vacant, "its admission", deadline_s=60)
-    now = committed()
-    wait_until(lambda: committed() > now, "a step with two generators", deadline_s=60)
+    now = _num_steps(run)
+    wait_until(lambda: _num_steps(run) > now, "a step with two generators", deadline_s=60)
     hold.touch()
     with seconds(measured, "noticed_s"):
         client = ray._raylet.GcsClient(address=nodes.address)
@@ -562,10 +640,14 @@ SCENARIOS: dict[str, Callable[[Path], Awaitable[dict[str, float]]]] = {
 }
 
 
+WHOLE_RUNS: dict[str, Callable[[Path], dict[str, float]]] = {
+    scenario.__name__: scenario for scenario in (membership, lost_node, lost_generator, joined_attach)
+}
+
+
 if __name__ == "__main__":
-    whole_runs = {"membership": membership, "lost_node": lost_node, "lost_generator": lost_generator}
-    if sys.argv[1] in whole_runs:
-        measured = whole_runs[sys.argv[1]](Path(sys.argv[2]))
+    if sys.argv[1] in WHOLE_RUNS:
+        measured = WHOLE_RUNS[sys.argv[1]](Path(sys.argv[2]))
     else:
         measured = asyncio.run(SCENARIOS[sys.argv[1]](Path(sys.argv[2])))  # type: ignore[arg-type]
     print(json.dumps(measured), flush=True)

@@ -129,6 +129,12 @@ def test_a_node_with_a_generator_is_lost_and_the_run_goes_on_with_fewer() -> Non
 
 
 @pytest.mark.slow
+def test_a_controller_that_is_killed_leaves_its_workers_in_a_cluster_of_others_to_the_next_one() -> None:
+    times = measured("joined_attach", limit_s=280)
+    assert times["abandoned_s"] < 20
+
+
+@pytest.mark.slow
 def test_a_wrong_address_fails_fast_and_says_what_to_do() -> None:
     measured("wrong_address", limit_s=60)
 

@@ -99,7 +99,10 @@ def join_ray(address: str, settings: RayCluster) -> None:
     mine = signal_handlers()
     try:
         with loopback_only() if _is_on_loopback_only(address) else contextlib.nullcontext(), quiet_driver():
-            ray.init(address=address, log_to_driver=settings.show_output, logging_level=logging.ERROR)
+            ray.init(
+                address=address, log_to_driver=settings.show_output, logging_level=logging.ERROR,
+                namespace=settings.kept_as,
+            )  # fmt: skip
     finally:
         install_again(mine)
 

@@ -29,6 +29,7 @@ class RayCluster:
     deadline_s: float = 30.0  # to reach the one at `address`
     heartbeat_timeout_s: float = 60.0  # of the processes of a local one: stopped for longer, the cluster has failed
     preload: tuple[str, ...] = ()  # a local one forks its workers from a process that has imported these modules
+    kept_as: str | None = None  # of a running one: namespace of workers that outlive this process
 
     @property
     def running_address(self) -> str | None:

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +146,23 @@ def draining_nodes() -> Collection[str]:
     return draining.keys()
 
 
-def actor_pids() -> Mapping[str, int]:
-    """Process ids of actors by name. Ray's public function asks a server that a run does not start."""
+@dataclass(frozen=True, slots=True)
+class ActorProcess:
+    """Where an actor is."""
+
+    pid: int
+    node: str  # its id
+
+
+def actor_processes() -> Mapping[str, ActorProcess]:
+    """Processes of actors by name. Ray's public function asks a server that a run does not start."""
     import ray
 
-    return {each["Name"]: int(each["Pid"]) for each in ray._private.state.actors().values() if each["State"] != "DEAD"}
+    return {
+        each["Name"]: ActorProcess(int(each["Pid"]), str(each["Address"]["NodeID"]))
+        for each in ray._private.state.actors().values()
+        if each["State"] != "DEAD"
+    }
 
 
 def outer_address() -> str:

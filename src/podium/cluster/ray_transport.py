@@ -9,7 +9,7 @@ import pickle
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -20,40 +20,36 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from podium.cluster.blocking import in_thread
 from podium.cluster.deadlines import Deadline
 from podium.cluster.joined_ray import check_joinable, join_ray
+from podium.cluster.keepalive import KeepAlive
 from podium.cluster.layout import Pool, RayCluster
 from podium.cluster.local_ray import LocalRay
-from podium.cluster.messages import Attached, Beat, Call, Handshake, Invoke, Reply, Whereabouts
+from podium.cluster.messages import Reply
 from podium.cluster.objects import Stored
 from podium.cluster.placement import Bundle, NodeState, bundles_of
-from podium.cluster.processes import ProcessInfo, kill, look
-from podium.cluster.ray_arguments import STORE_IS_FULL, RayStored, full_store, pack
+from podium.cluster.processes import ProcessInfo, look
+from podium.cluster.ray_arguments import STORE_IS_FULL, RayStored, full_store
 from podium.cluster.ray_compat import (
+    NAMESPACE,
     available_resources_per_node,
-    death_reason,
     draining_nodes,
     install_again,
     signal_handlers,
 )
 from podium.cluster.ray_keeping import actor_options, kept_actors, kept_places, place_options
-from podium.cluster.transport import BundlePlace, GoneError, LeftBehind
+from podium.cluster.ray_process import PendingReply, RayProcess
+from podium.cluster.transport import BundlePlace, LeftBehind
 from podium.cluster.worker import Worker
-from podium.errors import ClusterError, PlacementError, PodiumError, StoreError
+from podium.errors import ClusterError, PlacementError
 
 Value = TypeVar("Value")
 
-_DEATHS = (
-    ray.exceptions.RayActorError,
-    ray.exceptions.WorkerCrashedError,
-    ray.exceptions.NodeDiedError,
-    ray.exceptions.OutOfMemoryError,
-)
 # How long answers are awaited together before each is awaited alone, and how many calls may do so at a time.
 _MOMENT_S = 0.05
 _MOST_WAITING = 8
-# For the reason why a stream ended, which is here already if there is one.
-_WHY_S = 5.0
 # Between two looks at the nodes, for those that join or are being drained.
 _LOOK_S = 2.0
+# Until another controller takes over from one that has died, or has been stopped for the heartbeat timeout.
+_SUCCESSOR_S = 60.0
 # Longest wait for a node to confirm that it lives.
 _NODE_S = 0.5
 
@@ -65,10 +61,14 @@ class RayTransport:
     can_be_ended = True
     can_be_silent = True
 
-    def __init__(self, *, joined: bool, local: LocalRay | None) -> None:
-        """`joined`: this transport connected the process to Ray; `local`: the cluster that this transport ends."""
-        self._joined, self._local = joined, local
-        self._keeps = local is not None and local.can_outlive
+    def __init__(self, *, joined: bool, local: LocalRay | None, keepalive: KeepAlive | None = None) -> None:
+        """`joined`: this transport connected the process to Ray; `local`: the cluster that this transport ends;
+        `keepalive`: of workers in a joined cluster that outlive this process."""
+        self._joined, self._local, self._keepalive = joined, local, keepalive
+        # Of what outlives this process; None: nothing does.
+        self._namespace = NAMESPACE if local is not None and local.can_outlive else None
+        if keepalive is not None:
+            self._namespace = keepalive.namespace
         self._node = ray.get_runtime_context().get_node_id()
         self._suspects: set[str] = set()
         self._waiters = ThreadPoolExecutor(max_workers=_MOST_WAITING, thread_name_prefix="podium waits for Ray")
@@ -94,7 +94,10 @@ class RayTransport:
             join_ray(address, settings)
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             raise ClusterError(f"Ray at {address} cannot be joined: {error}") from error
-        return cls(joined=True, local=None)
+        keepalive = None
+        if settings.kept_as is not None:
+            keepalive = await in_thread(KeepAlive, settings.kept_as, settings.heartbeat_timeout_s + _SUCCESSOR_S)
+        return cls(joined=True, local=None, keepalive=keepalive)
 
     @classmethod
     async def _opened(cls, local: LocalRay) -> RayTransport:
@@ -178,7 +181,7 @@ class RayTransport:
             """Ray waits here for gcs_server, for a minute if that is gone."""
             for bundle, node in zip(bundles, nodes, strict=True):
                 selector = [{"ray.io/node-id": node.id}]
-                options = place_options(bundle) if self._keeps else {}
+                options = place_options(bundle, self._namespace) if self._namespace is not None else {}
                 groups.append(placement_group([dict(bundle.needs)], bundle_label_selector=selector, **options))
             deadline = Deadline(deadline_s)
             # Not `ready()`: that is a task, for which Ray starts a process.
@@ -224,7 +227,7 @@ class RayTransport:
             num_gpus=pool.each.gpus,
             resources=dict(pool.each.custom),
             scheduling_strategy=PlacementGroupSchedulingStrategy(place.handle, placement_group_bundle_index=0),
-            **(actor_options(name) if self._keeps else {}),
+            **(actor_options(name, self._namespace) if self._namespace is not None else {}),
         )
         actor = await in_thread(options.remote, name, place.node.name, tuple(sys.path))
         if place.node.id == self._node and self._local is not None:
@@ -242,12 +245,16 @@ class RayTransport:
         )
 
     async def left_behind(self, pools: Sequence[Pool]) -> LeftBehind:
-        """Actors and placement groups of a Ray on this machine that outlived its controller."""
-        if not self._keeps:
+        """Actors and placement groups that outlived their controller."""
+        if self._namespace is None:
             return LeftBehind()
-        actors, nodes = await in_thread(kept_actors), await in_thread(self.nodes)
-        places = await in_thread(kept_places, [bundle for pool in pools for bundle in bundles_of(pool)], nodes)
-        processes = {name: self._process(actor, self._node, info) for name, (actor, info) in actors.items()}
+        actors, nodes = await in_thread(kept_actors, self._namespace), await in_thread(self.nodes)
+        bundles = [bundle for pool in pools for bundle in bundles_of(pool)]
+        places = await in_thread(kept_places, bundles, nodes, self._namespace)
+        processes = {
+            name: self._process(actor, at.node, look(at.pid) if at.node == self._node else None)
+            for name, (actor, at) in actors.items()
+        }
         return LeftBehind(processes=processes, places=places)
 
     def _came_up(self, actor: Any, process: ProcessInfo | None) -> None:
@@ -264,7 +271,7 @@ class RayTransport:
         """All answers, if they come within a moment; else None, and each is awaited alone."""
         if self._waiting >= _MOST_WAITING:
             return None
-        refs = [answer.ref for answer in answers if isinstance(answer, _PendingReply)]
+        refs = [answer.ref for answer in answers if isinstance(answer, PendingReply)]
         assert len(refs) == len(answers)
         self._waiting += 1
         try:
@@ -288,160 +295,9 @@ class RayTransport:
         if self._local is not None:
             await in_thread(self._local.stop)
         elif self._joined:
+            if self._keepalive is not None:
+                await in_thread(self._keepalive.end)
             await in_thread(ray.shutdown)
-
-
-class RayProcess:
-    """One actor."""
-
-    def __init__(
-        self,
-        actor: Any,
-        *,
-        suspect_node: Callable[[], None] = lambda: None,
-        came_up: Callable[[Any, ProcessInfo | None], None] = lambda actor, process: None,
-        kill: Callable[[Any], None] = lambda actor: None,
-        is_here: bool = False,
-        info: ProcessInfo | None = None,
-    ) -> None:
-        """`is_here`: on this machine, where the kernel reports on it. `info`: its process, if that is known."""
-        self._actor, self._suspect_node, self._is_here = actor, suspect_node, is_here
-        self._came_up, self._kill = came_up, kill
-        self._info = info
-
-    @property
-    def actor(self) -> Any:
-        """Ray's handle of the actor."""
-        return self._actor
-
-    async def handshake(self) -> Handshake:
-        """Waits until the worker runs; returns its report about itself."""
-        handshake: Handshake = await self._answer(self._actor.handshake.remote())
-        self._info = look(handshake.pid) if self._is_here else None
-        self._came_up(self._actor, self._info)
-        return handshake
-
-    async def attach(self) -> Attached:
-        """Takes over the worker from another controller."""
-        attached: Attached = await self._answer(self._actor.attach.remote())
-        self._info = look(attached.pid) if self._is_here else None
-        self._came_up(self._actor, self._info)
-        return attached
-
-    def look(self) -> ProcessInfo | None:
-        """The worker's process now, if it is on this machine."""
-        return look(self._info.pid) if self._info is not None else None
-
-    def perform(self, call: Call, *arguments: Any, **named: Any) -> Awaitable[Reply]:
-        """Sends a call to the work thread."""
-        return self._answer(_sent(self._actor.perform, call, arguments, named))
-
-    def perform_storing(self, call: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Reply], Stored[Any]]:
-        """Sends a call to the work thread; its rows stay in the object store."""
-        reply, rows = _sent(self._actor.perform_storing, call, arguments, named)
-        return self._answer(reply), RayStored(rows)
-
-    def stream(self, call: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
-        """Replies and rows of a method that yields, as they come."""
-        return self._blocks(_sent(self._actor.stream.options(num_returns="streaming"), call, arguments, named))
-
-    async def _blocks(self, items: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
-        while True:
-            # A reply shows that its rows, which were sent before, have come whole.
-            rows = await self._next(items)
-            try:
-                reply = await self._answer(await self._next(items))
-            except GoneError:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_WHY_S):
-                        await self.answer(rows)  # rows that could not be stored end a stream, and say why
-                raise
-            yield reply, RayStored(rows)
-            if reply.last:
-                return
-
-    def control(self, call: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
-        """Sends a call that runs beside the work thread."""
-        return self._answer(_sent(self._actor.control, call, arguments, named))
-
-    def where(self) -> Awaitable[Whereabouts]:
-        """Where the worker's threads are now."""
-        return self._answer(self._actor.where.remote())
-
-    async def beats(self, every_s: float) -> AsyncIterator[Beat]:
-        """Heartbeats until the worker is gone, which raises GoneError."""
-        items = self._actor.beats.options(num_returns="streaming").remote(every_s)
-        while True:
-            yield await self._answer(await self._next(items))
-
-    def _answer(self, ref: Any) -> _PendingReply:
-        return _PendingReply(self, ref)
-
-    async def answer(self, ref: Any) -> Any:
-        """Awaits an object of Ray; translates its errors into Podium's."""
-        try:
-            return await ref
-        except ray.exceptions.RayError as error:
-            raise self._translated(error) from None
-
-    async def _next(self, items: Any) -> Any:
-        try:
-            return await anext(items)
-        except StopAsyncIteration:
-            raise GoneError("its stream ended before its last word") from None
-        except ray.exceptions.RayError as error:
-            raise self._translated(error) from None
-
-    def _translated(self, error: ray.exceptions.RayError) -> PodiumError:
-        """Translates an error of Ray. It does not come from the role, whose exceptions the role host catches. Either
-        arguments or answers cannot be pickled, or the worker has ended."""
-        if isinstance(error, STORE_IS_FULL):
-            return full_store()
-        if isinstance(error, ray.exceptions.ObjectLostError):
-            lost = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-            return StoreError(f"an argument is lost with the node that held it: {str(lost).splitlines()[0]}")
-        if isinstance(error, ray.exceptions.RayTaskError):
-            return ClusterError(f"a call could not be carried to or from its worker: {error.cause!r}\n{error}")
-        if isinstance(error, ray.exceptions.ActorUnavailableError):
-            self._suspect_node()
-        if isinstance(error, _DEATHS):
-            return GoneError(death_reason(error))
-        return ClusterError(f"an answer came and cannot be read here: {error}")
-
-    def handle(self) -> RayWorkerHandle:
-        """The handle by which other workers call this one."""
-        return RayWorkerHandle(self._actor)
-
-    def kill(self) -> None:
-        """Kills the worker, even a stopped one."""
-        self._kill(self._actor)
-        now = self.look()
-        if now is not None and now.is_stopped and self._info is not None:
-            kill(self._info)  # Ray asks it to exit, and a stopped process does not react
-
-
-class RayWorkerHandle:
-    """An actor as other workers call it; pickles as its handle."""
-
-    def __init__(self, actor: Any) -> None:
-        self._process = RayProcess(actor)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RayWorkerHandle, (self._process.actor,)
-
-    def control(self, call: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
-        """Sends a call that runs beside the work thread."""
-        return self._process.control(call, *arguments, **named)
-
-
-class _PendingReply(Awaitable[Any]):
-    """A worker's pending reply, to be awaited alone or together with others."""
-
-    def __init__(self, process: RayProcess, ref: Any) -> None:
-        self._process, self.ref = process, ref
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._process.answer(self.ref).__await__()
 
 
 def _got_at_once(refs: list[Any]) -> list[Any] | None:
@@ -450,26 +306,3 @@ def _got_at_once(refs: list[Any]) -> list[Any] | None:
         return None if late else ray.get(refs)
     except ray.exceptions.RayError:
         return None
-
-
-def _sent(method: Any, call: Call, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    try:
-        packed, references = pack(arguments, named)
-        return method.remote(call, packed, *references)
-    except (TypeError, pickle.PicklingError):
-        what = f"{call.role}.{call.method}" if isinstance(call, Invoke) else type(call).__name__.lower()
-        bad = [f"number {at}" for at, value in enumerate(arguments) if not _travels(value)]
-        bad += [key for key, value in named.items() if not _travels(value)]
-        kinds = {type(value).__name__ for value in (*arguments, *named.values()) if not _travels(value)}
-        # Ray's own message shows the values, which may be secret.
-        raise ClusterError(
-            f"{what}: its argument {', '.join(bad)} ({', '.join(sorted(kinds))}) cannot be pickled."
-        ) from None
-
-
-def _travels(value: Any) -> bool:
-    try:
-        pack((value,), {})
-    except Exception:
-        return False
-    return True

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,7 +26,7 @@ from podium.runs.folder import RunFolder
 from podium.runs.host_memory import held_memory
 from podium.runs.interrupts import InterruptHandler
 from podium.runs.result import RunResult
-from podium.runs.supervised import SUPERVISION, Supervision, predecessor_of
+from podium.runs.supervised import SUPERVISION, KeptRay, Supervision, predecessor_of
 
 if TYPE_CHECKING:
     from podium.controller.assembly import Inputs
@@ -179,7 +179,7 @@ async def _assembled(
                     preparing, asyncio.ensure_future(_started(recipe, folder, cluster, resume_step, names, start_up))
                 )
                 start_up.tell("ready")
-                _keep(start_up, resume_step)
+                _keep(recipe, start_up, resume_step)
             from podium.controller.healing import Assembled
 
             yield Assembled(
@@ -201,7 +201,8 @@ async def _both(first: asyncio.Future[First], second: asyncio.Future[Second]) ->
 @asynccontextmanager
 async def _opened(recipe: OnPolicyRecipe, watch: Stopwatch, start_up: StartUp) -> AsyncIterator[Cluster]:
     inline = recipe.placement.launcher == "inline"
-    opening = open_inline() if inline else open_ray(ray_settings(recipe), starting=start_up.ray, tell=start_up.tell)
+    settings = replace(ray_settings(recipe), kept_as=start_up.kept_as)
+    opening = open_inline() if inline else open_ray(settings, starting=start_up.ray, tell=start_up.tell)
     with ExitStack() as spans:
         spans.enter_context(watch.span("start-up"))
         async with opening as cluster:
@@ -222,11 +223,21 @@ async def device_kind_of(recipe: OnPolicyRecipe, cluster: Cluster) -> str:
     return device
 
 
-def _keep(start_up: StartUp, resume_step: int | None) -> None:
+def _keep(recipe: OnPolicyRecipe, start_up: StartUp, resume_step: int | None) -> None:
     """From now on Ray and the workers stay if this process dies."""
-    supervision, left = SUPERVISION.get(), start_up.left
-    if supervision is not None and start_up.ray is not None and start_up.ray.can_outlive:
-        supervision.keeps(start_up.ray.outlive(resume_step if left is None else left.resume_step))
+    supervision, left, address = SUPERVISION.get(), start_up.left, ray_settings(recipe).running_address
+    if supervision is None:
+        return
+    resume_step = resume_step if left is None else left.resume_step
+    if start_up.ray is not None and start_up.ray.can_outlive:
+        supervision.keeps(start_up.ray.outlive(resume_step))
+    elif start_up.kept_as is not None and address is not None:
+        supervision.keeps(
+            KeptRay(
+                address=address, token="", processes=(), folder=None, resume_step=resume_step,
+                namespace=start_up.kept_as,
+            )
+        )  # fmt: skip
 
 
 async def _started(

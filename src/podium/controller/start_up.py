@@ -5,6 +5,7 @@ another controller of the same command has left."""
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class StartUp:
     tell: Callable[[str], object] = lambda what: None
     ray: LocalRay | None = None
     left: KeptRay | None = None  # what another controller has left, if `ray` is that one
+    kept_as: str | None = None  # of a running Ray: namespace of workers that outlive this process
 
 
 def ray_settings(recipe: OnPolicyRecipe) -> RayCluster:
@@ -46,12 +48,19 @@ def early_start(recipe: OnPolicyRecipe, console: Console, left: KeptRay | None =
         yield StartUp(console=console)
         return
     tell, settings = StartUpLog(console), ray_settings(recipe)
-    if settings.running_address is not None or is_connected():
-        tell("reading the files of the recipe")
-        yield StartUp(console=console, tell=tell)
-        return
     supervision = SUPERVISION.get()
     is_kept = supervision is not None and supervision.has_begun
+    if settings.running_address is not None or is_connected():
+        tell("reading the files of the recipe")
+        kept_as = None
+        if is_kept and not is_connected():
+            kept_as = f"podium-{secrets.token_hex(8)}" if left is None else left.namespace
+        try:
+            yield StartUp(console=console, tell=tell, left=left, kept_as=kept_as)
+        finally:
+            if supervision is not None:
+                supervision.keeps(None)
+        return
     tell("attaching to Ray" if left is not None else "starting Ray")
     local = LocalRay(settings, supervisor=os.getppid() if is_kept else None, attach_to=left)
     try:

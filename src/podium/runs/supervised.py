@@ -35,6 +35,7 @@ class KeptRay:
     processes: tuple[KeptProcess, ...]  # their descendants belong to it too
     folder: str | None  # of the server that forks workers; removed in the end
     resume_step: int | None  # with which the workers were built
+    namespace: str | None = None  # of the workers in a cluster of others; None: the cluster is the run's own
 
     def values(self) -> Mapping[str, Any]:
         """As JSON values."""
