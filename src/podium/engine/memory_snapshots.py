@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -113,12 +114,23 @@ class MemorySnapshots:
 
     def forget_after(self, step: int) -> None:
         """Removes snapshots of later steps: these steps will be made again. Collective."""
-        nodes = RankNodes(tuple(self._mesh.gather(self._node)))
-        if nodes.on_node_of(self._mesh.rank)[0] == self._mesh.rank:
+        if self._is_first_of_node():
             for each in saved_steps(self._folder):
                 if each.step > step:
                     shutil.rmtree(each.folder)
         self._mesh.barrier()
+
+    def forget(self) -> None:
+        """Removes all snapshots, also one that is not complete. Collective."""
+        with suppress(CheckpointError):  # the last one may have failed
+            self.wait()
+        if self._is_first_of_node():
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._mesh.barrier()
+
+    def _is_first_of_node(self) -> bool:
+        nodes = RankNodes(tuple(self._mesh.gather(self._node)))
+        return nodes.on_node_of(self._mesh.rank)[0] == self._mesh.rank
 
     def _why_not(self) -> str | None:
         """Why snapshots are not possible. Collective."""

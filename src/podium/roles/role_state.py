@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from podium.engine.checkpoint import CheckpointReader
@@ -71,9 +70,7 @@ class RoleState:
     def forget_snapshots(self) -> None:
         """Removes all of them: the run has ended. Collective."""
         if self._snapshots is not None:
-            with suppress(CheckpointError):  # the last one may have failed
-                self._snapshots.wait()
-            self._snapshots.forget_after(-1)
+            self._snapshots.forget()
 
     def read(self, step: int, source: StateSource) -> CheckpointReader:
         """The state after a step, as far as this rank needs it. Snapshots of later steps are forgotten: these steps
