@@ -503,7 +503,8 @@ def lost_generator(folder: Path) -> dict[str, float]:
         losing.join()
     assert fingerprint(run, step=8)["weights"] == expected["weights"]
     (recovery,) = recoveries(run)
-    assert (recovery.part, recovery.remedy) == ("generator", "fewer"), recovery
+    # Lost while it generates, or between two steps or while it gets weights: then the step before is the last one.
+    assert (recovery.part, recovery.remedy) in {("generator", "fewer"), ("generator", "rewind")}, recovery
     return {"step": recovery.step}
 
 

@@ -17,7 +17,7 @@ from podium.cluster import CallResult, Metric, RoleGroup, RowRefs, WorkerId
 from podium.data.splitting import SplitPlan, split_rows
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
 from podium.engine.checkpoint_files import SaveFailure, SaveState, joined_state
-from podium.errors import WorkerDiedError
+from podium.errors import ClusterError, WorkerDiedError
 from podium.recipe import AlgorithmSection
 from podium.roles.carriers import (
     DistanceNote,
@@ -55,6 +55,8 @@ from podium.weights.weight_transfers import ByBroadcast, ByStore, Readable
 # A phase may take hours. A worker that does not advance is ended (`Timeouts.hang_s`), and what it waits for has its own
 # deadline: collectives, engines, environments.
 PHASE_S = 24 * 3600.0
+# How long it may take until a death is known that has made others fail.
+_DEATH_S = 10.0
 
 
 class GeneratorHandle:
@@ -422,9 +424,19 @@ class CriticHandle:
 
 
 async def send_weights(policy: LearnerHandle, generator: GeneratorHandle, transfer: ByBroadcast) -> int:
-    """Runs both ends of a broadcast at the same time; returns the bytes received."""
-    _, came = await asyncio.gather(policy.send(transfer), generator.install(transfer))
-    return came
+    """Runs both ends of a broadcast at the same time; returns the bytes received. A death at one end takes precedence
+    over the failure that it causes at the other, which may be known earlier."""
+    sending, coming = asyncio.ensure_future(policy.send(transfer)), asyncio.ensure_future(generator.install(transfer))
+    try:
+        return (await asyncio.gather(sending, coming))[1]
+    except WorkerDiedError:
+        raise
+    except ClusterError:
+        await asyncio.wait((sending, coming), timeout=_DEATH_S)
+        for end in (sending, coming):
+            if end.done() and not end.cancelled() and isinstance(end.exception(), WorkerDiedError):
+                await end
+        raise
 
 
 def _states(answers: Sequence[CallResult[SaveState]]) -> list[SaveState]:
