@@ -269,9 +269,9 @@ def test_a_generator_is_replaced_while_the_others_generate(
     assert _without_rollout(fingerprint(run, step=STEPS)) == _without_rollout(expected)
     found = list(recoveries(run))
     assert {each.part for each in found} == {"generator"}
-    # One that dies while it gets weights, or between two steps, costs the step. The generator that hangs, above, is
-    # replaced while it generates in any case.
-    assert {each.remedy for each in found} <= {"respawn", "rewind"}
+    # When the second dies, the run waits for another, or goes back if it died while it got weights. The generator that
+    # hangs, above, is replaced while it generates in any case.
+    assert {each.remedy for each in found} & {"respawn", "rewind"}
 
 
 def test_a_generator_that_gets_sigterm_hands_over_its_sequences(
