@@ -502,10 +502,10 @@ def lost_generator(folder: Path) -> dict[str, float]:
         run = train(run_of(folder, "split", launcher="ray", **split), folder)
         losing.join()
     assert fingerprint(run, step=8)["weights"] == expected["weights"]
-    (recovery,) = recoveries(run)
-    # Lost while it generates, or between two steps or while it gets weights: then the step before is the last one.
-    assert (recovery.part, recovery.remedy) in {("generator", "fewer"), ("generator", "rewind")}, recovery
-    return {"step": recovery.step}
+    found = list(recoveries(run))  # one for its death, and one more if the run went back because of it
+    assert found
+    assert {each.part for each in found} == {"generator"}, found
+    return {"step": found[0].step}
 
 
 def _lose_after_two_steps(nodes: ray.cluster_utils.Cluster, node: Any, run: Path) -> None:
