@@ -33,8 +33,8 @@ from podium.engine.snapshot_copies import (
     RankNodes,
     ShardCopies,
     fetch_shard,
-    folder_files,
     held_shards,
+    reused_file,
     whole_steps,
 )
 from podium.errors import CheckpointError, counted
@@ -252,15 +252,10 @@ class SnapshotWriter:
 
     def _file(self, path: Path, pieces: Sequence[TensorShard]) -> _TensorFile:
         """This rank's file in the folder. It is written anew if the tensors are others than when it was written."""
-        known = self._files.get(path.stat().st_ino) if path.exists() else None
-        if known is not None and known.fits(pieces):
-            return known
-        path.unlink(missing_ok=True)
-        there = {each.stat().st_ino for each in folder_files(path)}
-        self._files = {inode: each for inode, each in self._files.items() if inode in there}
-        file = _TensorFile(path, pieces, registers=self._stream is not None)
-        self._files[file.inode] = file
-        return file
+        return reused_file(
+            self._files, path, fits=lambda file: file.fits(pieces),
+            make=lambda: _TensorFile(path, pieces, registers=self._stream is not None),
+        )  # fmt: skip
 
     def _serve(self, jobs: SimpleQueue[_Job]) -> None:
         """Completes one snapshot after the other, until the process ends."""

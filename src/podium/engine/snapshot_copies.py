@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,9 @@ class MappedFile:
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
 
+FileT = TypeVar("FileT", bound=MappedFile)
+
+
 class ShardCopies:
     """Sends the shards of one rank to its keeper, and keeps those of others. Used by one thread at a time, and over a
     process group of its own: training uses the other one meanwhile."""
@@ -96,20 +99,26 @@ class ShardCopies:
             work.wait()
 
     def _file(self, path: Path, num_bytes: int) -> MappedFile:
-        known = self._files.get(path.stat().st_ino) if path.exists() else None
-        if known is not None and len(known.bytes) == num_bytes:
-            return known
-        path.unlink(missing_ok=True)
-        there = {each.stat().st_ino for each in folder_files(path)}
-        self._files = {inode: each for inode, each in self._files.items() if inode in there}
-        file = MappedFile(path, num_bytes)
-        self._files[file.inode] = file
-        return file
+        return reused_file(
+            self._files, path, fits=lambda file: len(file.bytes) == num_bytes, make=lambda: MappedFile(path, num_bytes)
+        )
 
 
-def folder_files(path: Path) -> list[Path]:
-    """Files of the same name in all folders beside that of `path`."""
-    return list(path.parent.parent.glob(f"*/{path.name}"))
+def reused_file(
+    files: dict[int, FileT], path: Path, *, fits: Callable[[FileT], bool], make: Callable[[], FileT]
+) -> FileT:
+    """The file at a path if it is one of `files` (by inode) and fits; else it is made anew. Files of this name that are
+    in no folder of a snapshot any more are forgotten."""
+    known = files.get(path.stat().st_ino) if path.exists() else None
+    if known is not None and fits(known):
+        return known
+    path.unlink(missing_ok=True)
+    there = {each.stat().st_ino for each in path.parent.parent.glob("*/rank-*.safetensors")}
+    for inode in files.keys() - there:
+        del files[inode]
+    file = make()
+    files[file.inode] = file
+    return file
 
 
 def held_shards(folder: Path) -> dict[int, tuple[int, ...]]:
