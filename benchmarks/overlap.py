@@ -6,13 +6,13 @@ commit beside each other, in turns.
     .venv/bin/python benchmarks/overlap.py --layouts --workload judge
     .venv/bin/python benchmarks/overlap.py --layouts --workload agent
 
-Tiny Qwen3 on CPU, two workers on Ray, 8 prompts x 8 samples. Answers have log-normal lengths (sigma 1, at most 16 times
-the median), the same on both sides: the generator ends each at its given length, and the learning rate changes no
-weight. The reward takes 0.3 s a call and has 4 graders. The figure is the median over the timed steps of all turns.
-With --layouts it is trained tokens per second, the median of the turns. With
-`judge` the reward waits for its 0.3 s (async def), so that graders do not limit the speed: 64 blocking calls take 4
-graders 4.8 s. `agent` has episodes of `--agent-turns` turns of up to `--turn-tokens` tokens, with a tool of 0.2 to 1 s
-after each, instead of the reward."""
+Tiny Qwen3 on CPU, two workers on Ray, 8 prompts x 8 samples (or `--samples`). Answers have log-normal lengths (sigma 1,
+at most 16 times the median), the same on both sides: the generator ends each at its given length, and the learning rate
+changes no weight. The reward takes 0.3 s a call and has 4 graders. The figure is the median over the timed steps of all
+turns. With --layouts it is trained tokens per second, the median of the turns. With `judge` the reward waits for its
+0.3 s (async def), so that graders do not limit the speed: 64 blocking calls take 4 graders 4.8 s. `agent` has episodes
+of `--agent-turns` turns of up to `--turn-tokens` tokens, with a tool of 0.2 to 1 s after each, instead of the
+reward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo import HERE, Side, run_side
-from grpo_task import SideResult, Task, make_task
+from grpo_task import SAMPLES, SideResult, Task, make_task
 from overlap_task import CAP, MEDIAN
 
 LAYOUTS = (
@@ -47,9 +47,12 @@ def main() -> None:
     parser.add_argument("--workload", choices=("reward", "judge", "agent"), default="reward")
     parser.add_argument("--agent-turns", type=int, default=3, help="of an episode of workload agent")
     parser.add_argument("--turn-tokens", type=int, default=MEDIAN, help="the most of a turn of workload agent")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of a prompt")
     asked = parser.parse_args()
     command = (sys.executable, str(HERE / "overlap_podium.py"))
     command += ("--workload", asked.workload)
+    if asked.samples != SAMPLES:
+        command += ("--samples", str(asked.samples))
     if asked.workload == "agent":
         command += ("--agent-turns", str(asked.agent_turns), "--turn-tokens", str(asked.turn_tokens))
     sides = [Side(name="this commit", command=command, threads=1)]

@@ -29,12 +29,14 @@ def main() -> None:
     parser.add_argument("--workload", choices=("reward", "judge", "agent"), default="reward")
     parser.add_argument("--agent-turns", type=int, default=3)
     parser.add_argument("--turn-tokens", type=int, default=MEDIAN)
+    parser.add_argument("--samples", type=int, default=SAMPLES)
     asked = parser.parse_args()
     implementations: Any = interfaces.IMPLEMENTATIONS
     implementations[interfaces.Generator] = "overlap_task:MeasuredGenerator"
     with tempfile.TemporaryDirectory() as scratch:
         values = _recipe(Task.read(asked.task), scratch)
         values["placement"]["layout"] = asked.layout
+        values["rollout"]["samples_per_prompt"] = asked.samples
         if asked.staleness:  # other commits may not know the key
             values["rollout"]["staleness"] = asked.staleness
         if asked.workload == "agent":
@@ -46,11 +48,12 @@ def main() -> None:
 
 def train(task: Task, recipe: dict[str, Any], scratch: str) -> SideResult:
     """Trains for `steps` and accounts what came after `warmup`."""
+    samples = recipe["rollout"]["samples_per_prompt"]
     StepClock.cpu_at = frozenset({task.warmup, task.steps})
     podium.train(podium.parse_recipe(recipe))
     lines = [each for each in read_metrics(Path(scratch) / "overlap" / "metrics.jsonl") if "step_s" in each.values]
     timed = [line.values for line in lines[task.warmup :]]
-    assert all(values["episodes/learned_from"] == PROMPTS * SAMPLES for values in timed)
+    assert all(values["episodes/learned_from"] == PROMPTS * samples for values in timed)
     names = set.intersection(*(set(values) for values in timed))
     step_s = [end - begin for begin, end in pairwise(StepClock.wall_s[task.warmup - 1 :])]
     phases = {name: statistics.median(values[name] for values in timed) for name in sorted(names)}
