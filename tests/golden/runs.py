@@ -169,9 +169,16 @@ def fingerprint(run: Path, *, step: int = STEPS) -> dict[str, Any]:
 def machine() -> dict[str, str]:
     """Where the same sums give the same bits: libraries choose kernels by the processor."""
     with contextlib.suppress(OSError):
-        names = re.findall(r"^(?:model name|CPU part)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        about = Path("/proc/cpuinfo").read_text()
+        names = re.findall(r"^(?:model name|cpu family|model|stepping|CPU part)\s*: (.*)$", about, re.MULTILINE)
         return {"machine": platform.machine(), "torch": torch.__version__, "processor": ", ".join(sorted(set(names)))}
     return {"machine": platform.machine(), "torch": torch.__version__, "processor": platform.processor()}
+
+
+def read_recorded() -> list[dict[str, Any]]:
+    """A record for each kind of machine: `where` and `runs`, the fingerprints by name."""
+    records: list[dict[str, Any]] = json.loads(RECORDED.read_text(encoding="utf-8"))
+    return records
 
 
 def _weights(run: Path, step: int) -> str:
@@ -222,7 +229,9 @@ def main() -> None:
             if found[0][name][key] != found[1][name][key]
         ]
         sys.exit(f"not the same twice: {', '.join(differing)}")
-    RECORDED.write_text(json.dumps({"where": machine(), "runs": found[0]}, indent=1) + "\n", encoding="utf-8")
+    elsewhere = [each for each in read_recorded() if each["where"] != machine()]
+    records = [*elsewhere, {"where": machine(), "runs": found[0]}]
+    RECORDED.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

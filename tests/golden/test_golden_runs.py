@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from golden.runs import PIPELINE, RECORDED, RUNS, fingerprint, machine, make_task, run
+from golden.runs import PIPELINE, RUNS, fingerprint, machine, make_task, read_recorded, run
 
 _SLOW = ("sft-two-ranks", PIPELINE)  # several processes, or two runs
-_FOUND: dict[str, Any] = json.loads(RECORDED.read_text(encoding="utf-8"))
+_RECORDED = read_recorded()
+_HERE = next((each["runs"] for each in _RECORDED if each["where"] == machine()), None)
 
 
 @pytest.fixture(scope="module")
@@ -22,12 +21,15 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.skipif(machine() != _FOUND["where"], reason=f"recorded on {_FOUND['where']}, and this is {machine()}")
+@pytest.mark.skipif(
+    _HERE is None, reason=f"recorded on {[each['where'] for each in _RECORDED]}, and this is {machine()}"
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in _SLOW else []) for name in [*RUNS, PIPELINE]]
 )
 def test_a_run_computes_what_was_recorded(name: str, task: Path) -> None:
-    recorded = _FOUND["runs"][name]
+    assert _HERE is not None
+    recorded = _HERE[name]
     now = fingerprint(run(name, task))
     assert now["metrics"].keys() == recorded["metrics"].keys()
     differing = [metric for metric, value in now["metrics"].items() if value != recorded["metrics"][metric]]
