@@ -53,6 +53,7 @@ from podium.runs.listing import list_lines
 from podium.runs.pipeline_folder import PipelineFolder
 from podium.runs.showing import show_lines
 from podium.runs.supervised import predecessor_of
+from podium.runs.tracing import TraceSummary, write_trace
 from podium.trying import run_trial
 
 if TYPE_CHECKING:
@@ -238,6 +239,13 @@ def export(
 def show(folder: str | Path) -> list[str]:
     """What there is to know of a run, a pipeline or an exported folder, as lines of text."""
     return show_lines(_path(folder, "folder"))
+
+
+@for_python
+def trace(run: str | Path, out: str | Path) -> TraceSummary:
+    """Writes what every worker of a run or pipeline did when to a file for ui.perfetto.dev; compressed if its name ends
+    in .gz."""
+    return write_trace(_path(run, "run"), _path(out, "out"))
 
 
 @for_python

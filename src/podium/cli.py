@@ -20,6 +20,7 @@ from podium.commands.evaluate import evaluate
 from podium.commands.generate import generate
 from podium.commands.init import init
 from podium.commands.replay import replay
+from podium.commands.trace import trace
 from podium.commands.try_recipe import try_recipe
 from podium.errors import PodiumError, RecipeError, RunStoppedError
 from podium.python_hints import PythonNote
@@ -178,6 +179,7 @@ app.command()(init)
 app.command("try")(try_recipe)
 app.command()(evaluate)
 app.command()(replay)
+app.command()(trace)
 app.command()(generate)
 
 

@@ -8,9 +8,7 @@ import contextlib
 import time
 
 from podium.cluster.virtual_time import VirtualLoop
-
-# The time of day when the monotonic clock was 0.
-_DAY_S = time.time() - time.monotonic()
+from podium.observe.timing import day_s
 
 
 def now_s() -> float:
@@ -22,13 +20,12 @@ def now_s() -> float:
 
 
 def wall_s() -> float:
-    """The time of day, which clocks of several machines share; in a simulation its virtual clock. It is read once per
-    process and counted on from there, so that a clock that is set during the run changes no duration."""
+    """The time of day, which clocks of several machines share; in a simulation its virtual clock."""
     with contextlib.suppress(RuntimeError):
         loop = asyncio.get_running_loop()
         if isinstance(loop, VirtualLoop):
             return loop.time()
-    return _DAY_S + time.monotonic()
+    return day_s()
 
 
 class Deadline:

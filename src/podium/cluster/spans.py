@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import traceback
@@ -39,14 +40,17 @@ class SpanRecorder:
     """Spans of all threads of one worker. Opening and closing cost microseconds, and nothing is locked."""
 
     def __init__(self) -> None:
-        self._open: dict[int, list[tuple[str, float]]] = {}
+        # By thread, and by task of its event loop: tasks open and close spans in any order.
+        self._open: dict[tuple[int, int], list[tuple[str, float]]] = {}
         self._names: dict[int, str] = {}
         self._done: deque[tuple[str, float, float]] = deque(maxlen=_MOST_SPANS)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Accounts the time inside to `name`, under the span that is open in this thread."""
-        mine = self._open.setdefault(threading.get_ident(), [])
+        """Accounts the time inside to `name`, under the span that is open in this thread, or in this task of its event
+        loop."""
+        place = (threading.get_ident(), _task_number())
+        mine = self._open.setdefault(place, [])
         path = f"{mine[-1][0]} > {name}" if mine else name
         begin_s = wall_s()
         mine.append((path, begin_s))
@@ -54,6 +58,8 @@ class SpanRecorder:
             yield
         finally:
             mine.pop()
+            if not mine:
+                self._open.pop(place, None)
             self._done.append((path, begin_s, wall_s()))
 
     def name_thread(self, name: str) -> None:
@@ -68,11 +74,18 @@ class SpanRecorder:
     def doing(self, thread: str) -> tuple[str, float]:
         """The innermost open span of a named thread and for how long it has been open; ("", 0.0) when idle."""
         for ident, name in list(self._names.items()):
-            open_spans = list(self._open.get(ident, ()))  # a copy: the thread may change it
-            if name == thread and open_spans:
+            open_spans = self._open_in(ident) if name == thread else []
+            if open_spans:
                 path, since_s = open_spans[-1]
                 return path, wall_s() - since_s
         return "", 0.0
+
+    def _open_in(self, ident: int) -> list[tuple[str, float]]:
+        """The open spans of a thread; those of one of its tasks, if it runs several."""
+        for (thread, _), spans in list(self._open.items()):  # copies: the thread may change both
+            if thread == ident and (copied := list(spans)):
+                return copied
+        return []
 
     def places(self, *, everyone: bool, with_this: bool = False) -> tuple[ThreadPlace, ...]:
         """All threads of the process, or only those that this worker has named; the one that asks only `with_this`."""
@@ -83,11 +96,19 @@ class SpanRecorder:
         for ident, frame in frames.items():
             if (ident == asker and not with_this) or (not everyone and ident not in self._names):
                 continue
-            open_spans = list(self._open.get(ident, ()))
+            open_spans = self._open_in(ident)
             path = open_spans[-1][0] if open_spans else ""
             name = self._names.get(ident) or names.get(ident, f"thread {ident}")
             places.append(ThreadPlace(thread=name, span=path, stack=_stack(frame)))
         return tuple(sorted(places, key=lambda place: (place.thread != "work", place.thread)))
+
+
+def _task_number() -> int:
+    """Of the task that runs in this thread; 0: no event loop runs here."""
+    try:
+        return id(asyncio.current_task())
+    except RuntimeError:
+        return 0
 
 
 def process_places() -> tuple[ThreadPlace, ...]:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from podium.algorithms.staleness import AgeStatistics
 from podium.cluster.deadlines import now_s, wall_s
+from podium.cluster.results import Span
 from podium.controller.ledger import GroupRecord
 from podium.controller.parts import OnPolicyParts
 from podium.controller.records import StepRecord, idle_seconds, ledger_records, step_metrics
@@ -17,6 +18,7 @@ from podium.controller.state import RunState
 from podium.controller.step import Step
 from podium.errors import TrainingDivergedError
 from podium.observe import ShownMetric, StepView
+from podium.observe.timeline import TimelineSpan, spans_of
 from podium.recipe import OnPolicyRecipe
 from podium.roles.stages import CriticReport, TrainBatch, UpdateReport
 from podium.runs.guards import DivergenceGuard
@@ -45,8 +47,15 @@ class StepLog:
 
     def mark(self) -> None:
         """Starts the clock of the next step."""
-        self._parts.workers.take_spans()
+        self.take_spans()
         self._marked = (now_s(), wall_s(), self._parts.watch.seconds())
+
+    def take_spans(self) -> Sequence[Span]:
+        """What the workers have done since the last call. Adds it to the timeline, with what the controller did."""
+        parts, taken = self._parts, self._parts.workers.take_spans()
+        of_workers = [TimelineSpan(str(span.worker), span.name, span.begin_s, span.end_s) for span in taken]
+        parts.log.spans([*spans_of("controller", parts.watch, wall_s()), *of_workers])
+        return taken
 
     async def record(
         self,
@@ -63,7 +72,7 @@ class StepLog:
         parts, recipe = self._parts, self._parts.recipe
         since_perf, since_wall, before = self._marked
         seconds = {name: spent - before.get(name, 0.0) for name, spent in parts.watch.seconds().items()}
-        spans, step_s = parts.workers.take_spans(), now_s() - since_perf
+        spans, step_s = self.take_spans(), now_s() - since_perf
         idle_s = idle_seconds(spans, since_wall, since_wall + step_s)
         if recipe.keeps_generating:  # open streams have no span yet, but generators say when they were idle
             idle_s = min(idle_s, step.sampled.rollouts.metrics.get("idle_s", 0.0))

@@ -1,14 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accounts every second of a run to exactly one cause."""
+"""Accounts every second of a run to exactly one cause, and says when each span was."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 OTHER = "other"
+# Spans that nobody takes; the oldest are lost first.
+_MOST_SPANS = 100_000
+# The time of day when the monotonic clock was 0.
+_DAY_S = time.time() - time.monotonic()
+
+
+def day_s() -> float:
+    """The time of day. It is read once per process and counted on from there, so that a clock that is set during the
+    run changes no duration."""
+    return _DAY_S + time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedSpan:
+    """A span by the stopwatch's own clock. Names of outer spans come first: "evaluation > rollout"."""
+
+    name: str
+    begin_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,18 +63,34 @@ class Stopwatch:
         self._marked_at = clock()
         self._seconds: dict[str, float] = {OTHER: 0.0}
         self._open = [OTHER]
+        self._names: list[str] = []
+        self._spans: deque[FinishedSpan] = deque(maxlen=_MOST_SPANS)
 
     @contextmanager
     def span(self, cause: str) -> Iterator[None]:
         """Accounts the time inside to `cause`."""
         self._settle()
+        begin_s = self._marked_at
         self._open.append(cause)
+        self._names.append(f"{self._names[-1]} > {cause}" if self._names else cause)
         self._seconds.setdefault(cause, 0.0)
         try:
             yield
         finally:
             self._settle()
             self._open.pop()
+            self._spans.append(FinishedSpan(self._names.pop(), begin_s, self._marked_at))
+
+    @property
+    def now_s(self) -> float:
+        """The time by the stopwatch's clock."""
+        return self._clock()
+
+    def take_spans(self) -> list[FinishedSpan]:
+        """Spans that ended since the last call."""
+        taken = list(self._spans)
+        self._spans.clear()
+        return taken
 
     def seconds(self) -> Mapping[str, float]:
         """The seconds of every cause up to now; subtract two readings for the time in between."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 
@@ -23,6 +23,7 @@ from podium.observe import (
     open_loggers,
 )
 from podium.observe.line_files import LineFile
+from podium.observe.timeline import TimelineFile, TimelineSpan, timeline_file
 from podium.recipe import Recipe
 from podium.runs.disk_reports import ADVICE, ConsoleDiskReports, save_failure_text
 from podium.runs.folder import RunFolder, row_lines
@@ -34,19 +35,21 @@ _SHOWN_SKIPPED = 5
 
 
 def open_log(
-    stack: ExitStack, recipe: Recipe, folder: RunFolder, console: Console, *, step: int, is_main: bool = True
+    stack: ExitStack, recipe: Recipe, folder: RunFolder, console: Console, *, step: int, rank: int = 0
 ) -> RunLog:
     """Opens the log of a run that begins after `step` steps, without an earlier attempt's records of later steps.
-    `stack` closes it. Ranks other than the first write nothing."""
+    `stack` closes it. Ranks other than the first write their own timeline, and nothing else."""
     loggers: Sequence[Logger] = ()
     metrics, reports = None, ConsoleDiskReports(console)
-    if is_main:
+    if rank == 0:
         loggers = open_loggers(recipe.run.loggers, folder.path, resume_step=step or None)
         for logger in loggers:
             stack.callback(logger.close)
         metrics = stack.enter_context(MetricsFile.resume(folder.metrics_file, step=step, reports=reports))
         folder.forget_after(step)
-    log = RunLog(recipe, folder, console=console, metrics=metrics, loggers=loggers, first_step=step, reports=reports)
+    log = RunLog(
+        recipe, folder, console=console, metrics=metrics, loggers=loggers, first_step=step, reports=reports, rank=rank
+    )
     stack.callback(log.close)
     return log
 
@@ -64,11 +67,13 @@ class RunLog:
         loggers: Sequence[Logger],
         first_step: int,
         reports: ConsoleDiskReports | None = None,
+        rank: int = 0,
     ) -> None:
         self._recipe, self._folder = recipe, folder
         self.disk_reports = reports or ConsoleDiskReports(console)
         self._samples = LineFile(folder.samples_file, self.disk_reports)
         self._skipped = LineFile(folder.skipped_file, self.disk_reports)
+        self._timeline = TimelineFile(timeline_file(folder.path, rank), self.disk_reports)
         self._snapshot = {} if metrics is None else folder.snapshot()
         self._holding = ExitStack()  # of the folder that was made again
         self._failed_loggers: set[str] = set()
@@ -87,6 +92,10 @@ class RunLog:
             self._metrics.append(metrics)
         for logger in self._loggers:
             self._use(logger, lambda logger=logger: logger.log(metrics))  # type: ignore[misc]
+
+    def spans(self, spans: Iterable[TimelineSpan]) -> None:
+        """Adds spans to the timeline of the run."""
+        self._timeline.append(spans)
 
     def _use(self, logger: Logger, write: Callable[[], None]) -> None:
         """Writes to a logger. A fault of the disk costs it a record, and not the run."""
@@ -153,7 +162,7 @@ class RunLog:
         )
         if self._metrics is not None:
             self._metrics.restore()
-        for file in (self._samples, self._skipped):
+        for file in (self._samples, self._skipped, self._timeline):
             file.restore()
         return True
 
@@ -172,7 +181,7 @@ class RunLog:
 
     def close(self) -> None:
         """Tries once more to write what waits, and closes the files."""
-        for file in (self._samples, self._skipped):
+        for file in (self._samples, self._skipped, self._timeline):
             file.close()
         self._holding.close()
 

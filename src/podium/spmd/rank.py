@@ -197,7 +197,7 @@ def _build(
         evaluator = (
             Evaluator(recipe, engine, tokenizer, model_folder, max_tokens=max_tokens) if recipe.data.heldout else None
         )
-    log = open_log(stack, recipe, folder, console, step=progress.step, is_main=mesh.is_main)
+    log = open_log(stack, recipe, folder, console, step=progress.step, rank=mesh.rank)
     writer = CheckpointWriter(
         folder.checkpoints,
         mesh,

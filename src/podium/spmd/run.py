@@ -29,6 +29,8 @@ from podium.engine.train_step import PendingReport, StepReport, TrainEngine
 from podium.errors import CheckpointError, TrainingDivergedError
 from podium.models.cost import ModelCost
 from podium.observe import ShownMetric, StepView, Stopwatch
+from podium.observe.timeline import spans_of
+from podium.observe.timing import day_s
 from podium.recipe import SpmdRecipe
 from podium.runs.disk_reports import last_save_error
 from podium.runs.folder import RunFolder
@@ -266,6 +268,7 @@ class SpmdRun(Generic[RecipeT_co]):
         if self._mesh.is_main:
             self._publish(step, report, elapsed)
         self._log.skipped_rows(step.number, step.ready.skipped)
+        self._note_time()
         if report.save_failed:
             self._notice_failed_save(step.number)
         self._guard.check(step.number, is_skipped=report.skipped > 0, suspect="data")
@@ -445,6 +448,11 @@ class SpmdRun(Generic[RecipeT_co]):
             self._evaluate()
         self._save_last()
         self._mesh.barrier()
+        self._note_time()
         if self._mesh.is_main:
             self._log.finish(self._step)
         self._is_finished = True
+
+    def _note_time(self) -> None:
+        """Adds what this rank has done to the timeline."""
+        self._log.spans(spans_of(f"rank {self._mesh.rank}", self._parts.watch, day_s()))

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The timeline of a run as a file that ui.perfetto.dev and chrome://tracing open. Torch-free.
+
+The format is Chrome's trace event format: a process for every pool of workers, a thread for every worker (several,
+if it did several things at a time), complete events for spans and recoveries, instant events for changes of membership,
+and counters for metrics."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from podium.errors import RunFolderError
+from podium.observe import read_metrics
+from podium.observe.timeline import TimelineSpan, read_timeline
+from podium.runs.events import membership_changes, recoveries
+from podium.runs.folder import RunFolder, is_pipeline_folder
+from podium.runs.pipeline_folder import PipelineFolder
+
+Event = Mapping[str, Any]
+# Metrics that are drawn as curves above the spans, where a run has them.
+_COUNTERS = ("tokens_per_s", "loss", "reward/mean", "response/mean", "staleness/mean", "mfu")
+_POOL = re.compile(r"^(.+)\[(\d+)\]")
+_EVENTS_TRACK = "events"
+_INSIDE = " > "
+_ROUNDING_S = 2e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSummary:
+    """What a trace has."""
+
+    file: Path
+    workers: int
+    spans: int
+    seconds: float  # from the first span to the end of the last
+
+
+def write_trace(run: Path, file: Path) -> TraceSummary:
+    """Writes the trace of a run, or of all stages of a pipeline; compressed if the name ends in .gz."""
+    timelines = [(prefix, each, list(read_timeline(each))) for prefix, each in _runs(run)]
+    spans = [span for _, _, some in timelines for span in some]
+    if not spans:
+        raise RunFolderError(
+            f"{run} has no timeline: its run has not finished a step, or an earlier version of Podium has made it."
+        )
+    tracks, begin_s, end_s = _Tracks(), min(span.begin_s for span in spans), max(span.end_s for span in spans)
+    with _opened(file) as out:
+        out.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        for prefix, each, some in timelines:
+            for event in (*_spans(some, prefix, tracks, begin_s), *_events(each, prefix, tracks, begin_s)):
+                out.write(json.dumps(event, separators=(",", ":")) + ",\n")
+        out.write(",\n".join(json.dumps(event, separators=(",", ":")) for event in tracks.names()))
+        out.write("\n]}\n")
+    workers = {(prefix, span.worker) for prefix, _, some in timelines for span in some}
+    return TraceSummary(file=file, workers=len(workers), spans=len(spans), seconds=end_s - begin_s)
+
+
+def _runs(run: Path) -> list[tuple[str, Path]]:
+    """Folders with timelines, and what the names of their processes begin with."""
+    if not is_pipeline_folder(run):
+        return [("", RunFolder.open(run).path)]
+    folder = PipelineFolder.open(run)
+    stages = [(name, folder.run(name).path) for name in folder.state()["order"]]
+    return [(f"{name}: ", path) for name, path in stages if path.is_dir()]
+
+
+class _Tracks:
+    """Numbers of processes and threads in the trace."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, int] = {}
+        self._threads: dict[tuple[str, str], int] = {}
+
+    def place(self, process: str, thread: str) -> dict[str, int]:
+        number = self._processes.setdefault(process, len(self._processes) + 1)
+        return {"pid": number, "tid": self._threads.setdefault((process, thread), len(self._threads) + 1)}
+
+    def names(self) -> Iterator[Event]:
+        for process, number in self._processes.items():
+            yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": process}}
+            yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
+        for (process, thread), number in self._threads.items():
+            yield {
+                "ph": "M", "name": "thread_name", "pid": self._processes[process], "tid": number,
+                "args": {"name": thread},
+            }  # fmt: skip
+
+
+def _spans(spans: Sequence[TimelineSpan], prefix: str, tracks: _Tracks, begin_s: float) -> Iterator[Event]:
+    """The spans of one run, with times in microseconds since the trace begins."""
+    by_worker: dict[str, list[TimelineSpan]] = {}
+    for span in spans:
+        by_worker.setdefault(span.worker, []).append(span)
+    for worker, some in by_worker.items():
+        for lane, span in in_lanes(some):
+            thread = worker if lane == 0 else f"{worker} ({lane + 1})"
+            place = tracks.place(prefix + _pool(worker), thread)
+            yield {
+                "ph": "X", "name": span.name.rpartition(_INSIDE)[2], "cat": "span", **place,
+                "ts": _us(span.begin_s - begin_s), "dur": _us(span.end_s - span.begin_s),
+            }  # fmt: skip
+
+
+def in_lanes(spans: Sequence[TimelineSpan]) -> Iterator[tuple[int, TimelineSpan]]:
+    """The spans of one worker by their begin, each with a lane. In a lane a span is inside the one before it, or comes
+    after it: viewers draw nothing else. A span inside another has the other's lane, if there is one."""
+    lanes: list[list[TimelineSpan]] = []  # of each: the spans that are open
+    for span in sorted(spans, key=lambda each: (each.begin_s, -each.end_s)):
+        outer = span.name.rpartition(_INSIDE)[0]
+        for lane in lanes:
+            while lane and lane[-1].end_s <= span.begin_s:
+                lane.pop()
+        holding = [at for at, lane in enumerate(lanes) if lane and lane[-1].name == outer and _holds(lane[-1], span)]
+        if holding:  # the last one that began, where several have this name
+            at = max(holding, key=lambda at: lanes[at][-1].begin_s)
+        else:
+            at = next((at for at, lane in enumerate(lanes) if not lane), len(lanes))
+        if at == len(lanes):
+            lanes.append([])
+        lanes[at].append(span)
+        yield at, span
+
+
+def _holds(outer: TimelineSpan, span: TimelineSpan) -> bool:
+    return outer.begin_s <= span.begin_s and span.end_s <= outer.end_s + _ROUNDING_S
+
+
+def _events(run: Path, prefix: str, tracks: _Tracks, begin_s: float) -> Iterator[Event]:
+    """What else happened in one run."""
+    place = tracks.place(f"{prefix}controller", _EVENTS_TRACK)
+    for recovery in recoveries(run):
+        yield {
+            "ph": "X", "name": f"recovery: {recovery.part}", "cat": "recovery", **place,
+            "ts": _us(recovery.time_s - recovery.seconds - begin_s), "dur": _us(recovery.seconds),
+            "args": {"cause": recovery.cause, "remedy": recovery.remedy, "step": recovery.step},
+        }  # fmt: skip
+    for change in membership_changes(run):
+        yield {
+            "ph": "i", "s": "g", "name": f"{change.generator} {change.change}", "cat": "membership", **place,
+            "ts": _us(change.time_s - begin_s),
+            "args": {"cause": change.cause, "step": change.step, "generators": change.generators},
+        }  # fmt: skip
+    for line in read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else ():
+        for name in _COUNTERS:
+            if name in line.values and abs(line.values[name]) < float("inf"):
+                yield {
+                    "ph": "C", "name": name, "pid": place["pid"], "ts": _us(line.time_s - begin_s),
+                    "args": {name: line.values[name]},
+                }  # fmt: skip
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
+def _pool(worker: str) -> str:
+    """train of train[0]@host/cpu#0; ranks of rank 0."""
+    found = _POOL.match(worker)
+    if found is not None:
+        return found[1]
+    return "ranks" if worker.startswith("rank ") else worker
+
+
+def _opened(file: Path) -> IO[str]:
+    try:
+        if file.suffix == ".gz":
+            return gzip.open(file, "wt", encoding="utf-8")
+        return file.open("w", encoding="utf-8")
+    except OSError as error:
+        raise RunFolderError(f"{file} cannot be written: {error.strerror or error}.") from error

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timelines: what is written is read again, files stay small, and damage costs only what it hits."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from podium.observe.timeline import TimelineFile, TimelineSpan, earlier_file, read_timeline, spans_of, timeline_file
+from podium.observe.timing import Stopwatch
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_spans_of_several_processes_are_read_as_they_were_written(tmp_path: Path) -> None:
+    spans = [
+        TimelineSpan("controller", "update", 1_700_000_000.25, 1_700_000_001.5),
+        TimelineSpan("train[0]@node/cpu#0", "policy.update > forward", 1_700_000_000.5, 1_700_000_001.0),
+    ]
+    of_rank = TimelineSpan("rank 11", "compute", 1_700_000_002.0, 1_700_000_002.125)
+    file, another = TimelineFile(timeline_file(tmp_path)), TimelineFile(timeline_file(tmp_path, 11))
+    file.append(spans)
+    another.append([of_rank])
+    file.close()
+    another.close()
+
+    assert list(read_timeline(tmp_path)) == [*spans, of_rank]
+
+
+def test_spans_wait_for_a_second_and_not_longer(tmp_path: Path) -> None:
+    clock = Clock()
+    file = TimelineFile(timeline_file(tmp_path), clock=clock)
+    span = TimelineSpan("rank 0", "compute", 5.0, 6.0)
+    clock.now_s += 0.5
+    file.append([span])
+    assert not timeline_file(tmp_path).exists()
+    clock.now_s += 0.5
+    file.append([span])
+    assert list(read_timeline(tmp_path)) == [span, span]
+    file.close()
+
+
+def test_a_long_run_keeps_its_newest_spans_in_a_bounded_size(tmp_path: Path) -> None:
+    clock, most_bytes = Clock(), 4_000
+    file = TimelineFile(timeline_file(tmp_path), most_bytes=most_bytes, clock=clock)
+    for at in range(500):
+        clock.now_s += 2.0
+        file.append([TimelineSpan("rank 0", f"step {at}", float(at), at + 0.5)])
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 * most_bytes + 100
+    file.close()
+
+    kept = [span.name for span in read_timeline(tmp_path)]
+    assert earlier_file(timeline_file(tmp_path)).exists()
+    assert kept == [f"step {at}" for at in range(500 - len(kept), 500)]
+    assert len(kept) > 60
+
+
+def test_another_process_counts_what_an_earlier_one_wrote(tmp_path: Path) -> None:
+    """A run that is resumed often must not grow without bound."""
+    for at in count():
+        file = TimelineFile(timeline_file(tmp_path), most_bytes=1_000)
+        file.append([TimelineSpan("rank 0", f"step {at}", 0.0, 1.0)])
+        file.close()
+        if earlier_file(timeline_file(tmp_path)).exists():
+            break
+        assert at < 100
+    assert [span.name for span in read_timeline(tmp_path)] == [f"step {each}" for each in range(at + 1)]
+
+
+@pytest.mark.parametrize("damage", ["half a line", '{"worker": "rank 0"}\n', '[1, 2]\n{"spans": 3}\n', "\0\0\n"])
+def test_damaged_lines_are_left_out(tmp_path: Path, damage: str) -> None:
+    span = TimelineSpan("rank 0", "compute", 5.0, 6.0)
+    file = TimelineFile(timeline_file(tmp_path))
+    file.append([span])
+    file.close()
+    with timeline_file(tmp_path).open("a") as lines:
+        lines.write(damage)
+    assert list(read_timeline(tmp_path)) == [span]
+
+    resumed = TimelineFile(timeline_file(tmp_path))
+    resumed.append([span])
+    resumed.close()
+    assert list(read_timeline(tmp_path)) == [span, span]
+
+
+def test_a_stopwatch_tells_its_spans_once_by_the_time_of_day() -> None:
+    clock = Clock()
+    watch = Stopwatch(clock)
+    with watch.span("evaluation"):
+        clock.now_s += 1.0
+        with watch.span("rollout"):
+            clock.now_s += 2.0
+    clock.now_s += 4.0
+
+    assert spans_of("controller", watch, now_s=1_007.0) == [
+        TimelineSpan("controller", "evaluation > rollout", 1_001.0, 1_003.0),
+        TimelineSpan("controller", "evaluation", 1_000.0, 1_003.0),
+    ]
+    assert spans_of("controller", watch, now_s=1_007.0) == []
