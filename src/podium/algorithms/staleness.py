@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,16 @@ class AgeStatistics(Sums):
 
 
 ByAge = Mapping[int, AgeStatistics]
-"""Versions between the weights that sampled a token and those that the update begins with -> its tokens."""
+"""Updates between the weights that sampled a token and those that the update begins with -> its tokens."""
+
+
+def updates_between(
+    oldest_N: NDArray[np.integer[Any]], newest_N: NDArray[np.integer[Any]] | int, made: Sequence[int]
+) -> NDArray[np.int64]:
+    """Number of updates from each version to another. `made`: the versions that there are, ascending. A version has the
+    number of the step that made it, and steps without an update make none."""
+    made_V = np.asarray(made, np.int64)
+    return np.searchsorted(made_V, newest_N, side="right") - np.searchsorted(made_V, oldest_N, side="right")
 
 
 def statistics_by_age(

@@ -172,7 +172,7 @@ class StepExecutor:
             case Lost():
                 await self._parts.roles.episode_workers.replace(stream, news)
                 flow.note_lost(str(news.rank))
-                flow.note_replaced(str(news.rank))
+                flow.note_replaced(str(news.rank), self._state.version)
             case Left():
                 self._retiring.pop(news.rank, None)
                 flow.note_left(str(news.rank))

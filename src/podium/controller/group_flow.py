@@ -255,10 +255,11 @@ class GroupFlow:
         self._admits = [admit for admit in self._admits if admit.worker != worker]
         self.tell(WorkerLost(worker=worker))
 
-    def note_replaced(self, worker: str) -> None:
-        """Another process runs episodes in place of a lost one."""
+    def note_replaced(self, worker: str, version: int) -> None:
+        """Another process runs episodes in place of a lost one. `version`: of the engine that it asks; the oldest of
+        several."""
         self._own[worker] = None
-        self.tell(WorkerJoined(worker=worker, lanes=self._lanes[worker], version=self._state.version))
+        self.tell(WorkerJoined(worker=worker, lanes=self._lanes[worker], version=version))
 
     def note_arrived(self, block: Block, worker: str) -> list[Rollouts]:
         """Notes the episodes of a block. Returns what can be graded now: single episodes, or complete groups."""

@@ -224,7 +224,7 @@ class OverlapExecutor:
         worker = str(lost.rank)
         await self._parts.roles.episode_workers.replace(stream, lost)
         self._flow.note_lost(worker)
-        self._flow.note_replaced(worker)
+        self._flow.note_replaced(worker, min(self._versions.values()))  # new weights may be on their way to engines
         self._send(is_repeated=True)
 
     async def _note_gone(self, gone: Lost | Left, worker: str, stream: EpisodeStream) -> None:

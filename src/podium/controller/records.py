@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from podium.algorithms.staleness import AgeStatistics
+from podium.algorithms.staleness import AgeStatistics, updates_between
 from podium.cluster.results import Span
 from podium.controller.ledger import EpisodeRecord, GroupRecord
 from podium.recipe.solving import Solving
@@ -37,6 +37,7 @@ class StepRecord:
     peak_flops: float  # of all devices that train
     solving: Solving
     groups: Sequence[GroupRecord] = ()  # those that ended with the step
+    versions: Sequence[int] = (0,)  # of the weights that there were, ascending
     overlaps: bool = False  # whether generation goes on during updates
     extra: Mapping[str, float] = field(default_factory=dict)
 
@@ -130,7 +131,7 @@ def _episodes(record: StepRecord) -> dict[str, float]:
             "response/min": float(note.sampled_N.min()),
             "prompt/mean": float((rollouts.rows.lengths_N - note.sampled_N).mean()),
         }
-        staleness_N = rollouts.version - note.version_N[note.version_N >= 0]
+        staleness_N = updates_between(note.version_N[note.version_N >= 0], rollouts.version, record.versions)
         metrics["staleness/mean"] = float(staleness_N.mean()) if len(staleness_N) else 0.0
         metrics["staleness/max"] = float(staleness_N.max(initial=0))
         if note.turns_N.max() > 1:
@@ -143,7 +144,7 @@ def _episodes(record: StepRecord) -> dict[str, float]:
 
 def _overlap(record: StepRecord) -> dict[str, float]:
     """How old the trained tokens are and why, and what generators waited for."""
-    rollouts, trained = record.graded.rollouts, [each for each in record.groups if each.trained_version is not None]
+    rollouts = record.graded.rollouts
     metrics = {
         "rollout/idle_s": rollouts.metrics.get("idle_s", 0.0),
         "rollout/install_s": rollouts.metrics.get("install_s", 0.0),
@@ -151,10 +152,17 @@ def _overlap(record: StepRecord) -> dict[str, float]:
     }
     if len(record.used):
         metrics["response/trained_mean"] = float(record.used.rollouts.note.sampled_N.mean())
-    if trained:
-        in_flight = [each.newest_version - each.admitted_version for each in trained]
-        queue = [(each.trained_version or 0) - each.newest_version for each in trained]
-        metrics |= {"staleness/in_flight": float(np.mean(in_flight)), "staleness/queue": float(np.mean(queue))}
+    versions = [
+        (each.admitted_version, each.newest_version, each.trained_version)
+        for each in record.groups
+        if each.trained_version is not None and each.newest_version >= 0  # else no token was sampled
+    ]
+    if versions:
+        admitted_N, newest_N, trained_N = np.array(versions, np.int64).T
+        metrics |= {
+            "staleness/in_flight": float(updates_between(admitted_N, newest_N, record.versions).mean()),
+            "staleness/queue": float(updates_between(newest_N, trained_N, record.versions).mean()),
+        }
     for reason, count in sorted(Counter(each.void for each in record.groups if each.void is not None).items()):
         metrics[f"groups/void/{reason}"] = float(count)
     ages = record.report.ages if record.report is not None else {}

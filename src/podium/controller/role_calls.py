@@ -57,6 +57,7 @@ class PolicyRole:
             algorithm=recipe.full_algorithm,
             temperature=recipe.rollout.temperature,
             version=self._state.version,
+            versions=tuple(self._state.versions[-recipe.rollout.staleness - 1 :]),
             max_new_tokens=recipe.rollout.max_new_tokens,
             kl_coefficient=batch.kl_coefficient,
             whitening=advantages.whitening if isinstance(advantages, TokenAdvantages) else None,

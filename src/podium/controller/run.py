@@ -128,7 +128,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         state.updated_steps.discard(step.number)
         state.step = step.number
         if policy is not None:
-            state.version = step.number
+            state.note_update()
         groups = self._executor.commit(step.number, is_updated=policy is not None)
         await self._recorder.commit(step.number, version=state.version, groups=groups)
         await self._refresh_reference()

@@ -111,6 +111,7 @@ class ScheduleAudit:
         self._counts: Counter[GroupState] = Counter()  # over the whole run
         self._num_offered = 0
         self._workers: dict[str, _Worker] = {}
+        self._num_waiting: Counter[str] = Counter()  # by worker: samples that it has
         self._updates = {version: 0}  # version -> number of updates before it
         self._version = version
         self._step, self._committed = step, step
@@ -148,6 +149,7 @@ class ScheduleAudit:
                     lost = [sample for sample, (worker, _) in group.waiting.items() if worker == event.worker]
                     for sample in lost:
                         del group.waiting[sample]
+                        self._num_waiting[event.worker] -= 1
                     if lost:
                         group.events.append(event)
             case WorkerLeaving():
@@ -174,9 +176,10 @@ class ScheduleAudit:
             case WeightsInstalled():
                 worker = self._workers.get(event.worker)
                 if worker is not None:
-                    if event.version != worker.sent:
+                    # Weights that are stored late may be of a newer version than the one that was to be sent.
+                    if not worker.sent <= event.version <= self._version:
                         self._broken("acknowledged weights", f"it was sent version {worker.sent}", event)
-                    worker.version = event.version
+                    worker.version = worker.sent = event.version
             case StopRequested():
                 self._is_stopping = True
             case StepRequested() | LearnerIdle():
@@ -219,6 +222,7 @@ class ScheduleAudit:
         if episode.sample not in group.waiting or group.waiting[episode.sample][0] != worker:
             self._broken("conservation", f"sample {episode.sample} was not running there", event, group)
         _, admitted = group.waiting.pop(episode.sample)
+        self._num_waiting[worker] -= 1
         if episode.oldest < 0:
             return
         begun_oldest, begun_newest = group.begun.get(episode.sample, (admitted, admitted))
@@ -239,9 +243,13 @@ class ScheduleAudit:
         group.newest[name] = max(newest, group.newest.get(name, -1))
 
     def _leave(self, event: WorkerLeft) -> None:
-        for group in self._groups.values():
-            if any(worker == event.worker for worker, _ in group.waiting.values()):
-                self._broken("conservation", "its worker leaves with episodes of it", event, group)
+        if self._num_waiting.pop(event.worker, 0):
+            lost = [
+                group
+                for group in self._groups.values()
+                if any(worker == event.worker for worker, _ in group.waiting.values())
+            ]
+            self._broken("conservation", "its worker leaves with episodes of it", event, lost[0])
         self._workers.pop(event.worker, None)
 
     def _commit(self, event: StepCommitted) -> None:
@@ -335,6 +343,7 @@ class ScheduleAudit:
         if group.admitted_version < 0:
             group.admitted_version = worker.version
         group.waiting.update(dict.fromkeys(action.samples, (action.worker, worker.version)))
+        self._num_waiting[action.worker] += len(action.samples)
         self._move(group, "running", event)
 
     def _start_step(self, action: StartStep, event: Event) -> None:

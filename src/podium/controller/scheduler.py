@@ -102,6 +102,7 @@ class GroupScheduler:
         self._graded: defaultdict[int, list[int]] = defaultdict(list)  # deadline -> heap of graded groups
         self._num_graded = 0
         self._free: list[tuple[float, str]] = []  # a heap of (load, worker); entries may be outdated
+        self._share = 0  # most episodes of a worker, if it has that many lanes
         self._to_publish: dict[str, None] = {}  # workers that may be behind, in order
         self._voided: list[int] = []  # since the last step
         self._num_replaced = 0  # of them
@@ -159,7 +160,7 @@ class GroupScheduler:
         )
         self._workers[event.worker] = worker
         self._to_publish[event.worker] = None
-        self._deal_shares()
+        self._deal_shares(worker)
 
     def _lose(self, event: WorkerLost) -> None:
         """Its running episodes wait for another worker. Those that have ended stay."""
@@ -341,14 +342,19 @@ class GroupScheduler:
         newest = min(newest, worker.sent)
         group.newest[worker.name] = max(newest, group.newest.get(worker.name, newest))
 
-    def _deal_shares(self) -> None:
+    def _deal_shares(self, joined: _Worker | None = None) -> None:
         """Workers get new weights one after the other. The first one must not take all groups that have room then."""
-        workers = [worker for worker in self._workers.values() if not worker.is_leaving]
-        settings, num_workers = self._settings, max(1, len(workers))
+        settings, num_workers = self._settings, sum(not worker.is_leaving for worker in self._workers.values())
         most_groups = settings.groups_per_step * (settings.staleness + 1)
-        for worker in workers:
-            worker.share = min(worker.lanes, -(-most_groups // num_workers) * settings.samples)
-        self._collect_free()
+        share = -(-most_groups // max(1, num_workers)) * settings.samples
+        if share != self._share:
+            self._share = share
+            for worker in self._workers.values():
+                worker.share = min(worker.lanes, share)
+            self._collect_free()
+        elif joined is not None:
+            joined.share = min(joined.lanes, share)
+            self._may_take(joined)
 
     def _may_take(self, worker: _Worker) -> None:
         """Puts a worker among those that may get a group."""

@@ -16,11 +16,17 @@ class RunState:
 
     step: int  # committed steps
     version: int  # of the policy's weights: the last step that changed them
+    versions: list[int]  # that there were since the run began, ascending
     kl_coefficient: float
     skipped_in_a_row: int  # steps without a finite loss or gradient, where the run begins
     record: str | None = None  # digest of the last recorded step, where the run begins
     updated_steps: set[int] = field(default_factory=set)  # the step whose policy update is not committed yet
     updated_roles: set[str] = field(default_factory=set)  # policy, critic: those whose last update is not committed
+
+    def note_update(self) -> None:
+        """The committed step has changed the weights."""
+        self.version = self.step
+        self.versions.append(self.version)
 
     @classmethod
     def begin(cls, recipe: OnPolicyRecipe, step: int = 0, saved: Mapping[str, Any] | None = None) -> RunState:
@@ -29,9 +35,11 @@ class RunState:
         coefficient = saved.get("kl_coefficient")
         if coefficient is None:
             coefficient = kl.coefficient if kl is not None else 0.0
+        version = saved.get("version", step)
         return cls(
             step=step,
-            version=saved.get("version", step),
+            version=version,
+            versions=[version],
             kl_coefficient=coefficient,
             skipped_in_a_row=saved.get("skipped_in_a_row", 0),
             record=saved.get("record"),

@@ -29,7 +29,7 @@ class StepLog:
     """Only the controller's single task uses it. The ledger is written while the next step runs."""
 
     def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], state: RunState) -> None:
-        self._parts = parts
+        self._parts, self._state = parts, state
         self._writing: asyncio.Task[None] | None = None
         self._num_without_update = 0
         self._guard = DivergenceGuard(
@@ -83,7 +83,8 @@ class StepLog:
             kl_coefficient=kl_coefficient, seconds=seconds, step_s=step_s,
             idle_s=idle_s,
             peak_flops=parts.roles.policy.facts.peak_flops * parts.roles.policy.num_ranks,
-            solving=recipe.solving, groups=groups, overlaps=recipe.keeps_generating, extra=parts.prompts.metrics(),
+            solving=recipe.solving, groups=groups, overlaps=recipe.keeps_generating, versions=self._state.versions,
+            extra=parts.prompts.metrics(),
         )  # fmt: skip
         self.mark()  # writing from here on counts as the next step's time
         values = step_metrics(record) | {f"program/{name}": float(value) for name, value in metrics.items()}

@@ -262,6 +262,7 @@ class UpdatePlan:
     algorithm: AlgorithmSection
     temperature: float
     version: int  # of the weights before the update
+    versions: tuple[int, ...]  # that there are, ascending: tokens of a batch are of one of them
     max_new_tokens: int
     kl_coefficient: float = 0.0
     whitening: tuple[float, float] | None = None  # shift and scale of advantages that are given for each token

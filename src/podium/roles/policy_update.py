@@ -23,7 +23,7 @@ from podium.algorithms.kl import kl_estimate
 from podium.algorithms.policy import policy_statistics
 from podium.algorithms.reduction import normalizer, token_weights
 from podium.algorithms.returns import moments_of, rewards_to_go
-from podium.algorithms.staleness import AgeStatistics, merge_ages, statistics_by_age
+from podium.algorithms.staleness import AgeStatistics, merge_ages, statistics_by_age, updates_between
 from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics
 from podium.cluster import RowRefs
 from podium.data.documents import PackedBatch
@@ -95,7 +95,7 @@ class PolicyUpdate:
             gap=_gap(seen if _is_comparable(plan) else (), plan.version),
             sampling=columns.sampling,
             kept_mass=columns.kept_mass,
-            ages=columns.ages if columns.ages is not None else _ages_of(seen, plan.version),
+            ages=columns.ages if columns.ages is not None else _ages_of(seen, plan),
             entropy=(float(sum(entropy.double().sum().item() for _, _, entropy in seen)), _num_seen(seen)),
             kl_reference=_distance(seen),
             advantages=moments_of(torch.from_numpy(columns.advantages_T), torch.from_numpy(columns.trained_T)),
@@ -126,7 +126,7 @@ class PolicyUpdate:
         correction_T = sampling = ages = None
         kept_mass = 0.0, 0.0
         if old_T is not behavior_T:
-            ages = _ages(old_T[trained_T], behavior_T[trained_T], block.versions_T[trained_T], plan.version)
+            ages = _ages(old_T[trained_T], behavior_T[trained_T], block.versions_T[trained_T], plan)
             if plan.is_truncated:
                 current_T = trained_T & (block.versions_T == plan.version)
                 kept_mass = _kept_mass(old_T[current_T], behavior_T[current_T])
@@ -328,21 +328,22 @@ def _gap(seen: Sequence[tuple[_Micro, Tensor, Tensor]], version: int) -> Logprob
 
 
 def _ages(
-    learner_S: NDArray[np.float32], behavior_S: NDArray[np.float32], versions_S: NDArray[np.int32], version: int
+    learner_S: NDArray[np.float32], behavior_S: NDArray[np.float32], versions_S: NDArray[np.int32], plan: UpdatePlan
 ) -> dict[int, AgeStatistics]:
     """Statistics by age, if any token is stale."""
-    if not ((versions_S >= 0) & (versions_S != version)).any():
+    if not ((versions_S >= 0) & (versions_S != plan.version)).any():
         return {}
     sampled = versions_S >= 0
-    return statistics_by_age(learner_S[sampled], behavior_S[sampled], version - versions_S[sampled])
+    ages_S = updates_between(versions_S[sampled], plan.version, plan.versions)
+    return statistics_by_age(learner_S[sampled], behavior_S[sampled], ages_S)
 
 
-def _ages_of(seen: Sequence[tuple[_Micro, Tensor, Tensor]], version: int) -> dict[int, AgeStatistics]:
+def _ages_of(seen: Sequence[tuple[_Micro, Tensor, Tensor]], plan: UpdatePlan) -> dict[int, AgeStatistics]:
     """Statistics by age over the tokens that were computed before the first optimizer step."""
     return merge_ages(
-        _ages(logprobs_S.float().cpu().numpy(), micro.behavior_S.cpu().numpy(), micro.versions_S, version)
+        _ages(logprobs_S.float().cpu().numpy(), micro.behavior_S.cpu().numpy(), micro.versions_S, plan)
         for micro, logprobs_S, _ in seen
-        if micro.is_first and ((micro.versions_S >= 0) & (micro.versions_S != version)).any()
+        if micro.is_first and ((micro.versions_S >= 0) & (micro.versions_S != plan.version)).any()
     )
 
 

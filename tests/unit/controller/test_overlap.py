@@ -271,6 +271,85 @@ def test_episodes_of_a_lost_worker_run_again(tmp_path: Path, monkeypatch: pytest
     assert rows[0][1] == 2
 
 
+def test_a_runner_that_is_replaced_while_new_weights_are_on_their_way_begins_with_those_that_engines_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies when step 1 is committed, and its successor's episodes end before version 1 is installed."""
+    lost = Lost(rank=0, worker=WORKER, error=WorkerDiedError("killed"))
+    streams, held, original = list[FakeStream](), list[int](), FakeLearner.store
+
+    def answer_all(self: FakeStream, admitted: Admitted) -> None:
+        for prompt in admitted.prompts:
+            if admitted.attempt == 0 and prompt.prompt_index >= 4 and not streams:
+                held.append(prompt.prompt_index)  # of the second step
+                continue
+            answers = [
+                replace(
+                    make_answer(prompt.prompt_index, sample, version=self._generator._version),
+                    id=TrajectoryId(prompt.prompt_index, sample, 0, admitted.attempt),
+                )
+                for sample in admitted.samples
+            ]
+            self._num_open += 1
+            self._arrivals.put_nowait(make_result(answers))
+
+    async def store(self: FakeLearner, number: int) -> ByStore:
+        if number == 1:
+            stream = seen[0]
+            streams.append(stream)
+            stream._num_open += 1
+            stream._arrivals.put_nowait(lost)  # type: ignore[arg-type]
+            for _ in range(50):
+                await asyncio.sleep(0)
+        return await original(self, number)
+
+    async def replaced(self: FakeGenerator, stream: Any, lost: Lost) -> None:
+        pass
+
+    seen: list[FakeStream] = []
+    begin = FakeStream.__init__
+
+    def note(self: FakeStream, *arguments: Any) -> None:
+        begin(self, *arguments)
+        seen.append(self)
+
+    monkeypatch.setattr(FakeStream, "__init__", note)
+    monkeypatch.setattr(FakeStream, "answer_all", answer_all)
+    monkeypatch.setattr(FakeGenerator, "replace", replaced)
+    monkeypatch.setattr(FakeLearner, "store", store)
+    trial = Trial(tmp_path, *SPLIT, "steps=3", "rollout.staleness=1")
+    runners: Any = trial.roles.generator  # they have the same methods
+    trial.parts = replace(trial.parts, roles=replace(trial.roles, runner=runners))
+    trial.run()
+
+    assert held == [4, 5, 6, 7]
+    rows = trial.episodes("prompt_index, attempts, admitted_version", "ORDER BY prompt_index", table="groups")
+    assert [row[0] for row in rows] == list(range(12))
+    assert rows[4][1:] == (2, 0)
+
+
+def test_ages_count_updates_and_not_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version has the number of the step that made it. Steps 1 to 4 make none, so version 5 is one update after
+    version 0."""
+    original = OnPolicyRun.commit
+
+    async def commit(self: OnPolicyRun, step: Any, *arguments: Any, **named: Any) -> None:
+        if step.number <= 4:
+            self._state.updated_steps.discard(step.number)
+            named["policy"] = None
+        await original(self, step, *arguments, **named)
+
+    monkeypatch.setattr(OnPolicyRun, "commit", commit)
+    answer_slowly(monkeypatch)
+    trial = Trial(tmp_path, *SPLIT, "steps=8", "rollout.staleness=1")
+    trial.run()
+
+    assert max(trial.metric("staleness/max").values()) == 1.0
+    assert max(trial.metric("staleness/queue").values()) <= 1.0
+    rows = trial.episodes("trained_version, oldest_version", table="groups")
+    assert max(trained - oldest for trained, oldest in rows) == 5  # version 5 is one update after version 0
+
+
 @pytest.mark.parametrize(("role", "method"), [
     (FakeGrader, "grade_on"), (FakeLearner, "store"), (FakeGenerator, "install_in_flight"), (FakeStream, "__aiter__"),
 ])  # fmt: skip

@@ -14,8 +14,10 @@ from podium.controller.schedule_audit import ScheduleAudit
 from podium.controller.scheduler import GroupScheduler
 from podium.controller.scheduling import (
     Action,
+    Admit,
     EpisodeEnded,
     Event,
+    GroupGraded,
     Publish,
     ScheduleSettings,
     StartStep,
@@ -301,6 +303,37 @@ def test_the_report_names_the_group_its_history_and_the_event() -> None:
     assert "group 0" in report
     assert "Admit(group=0" in report
     assert "EpisodeEnded(group=0" in report
+
+
+def test_a_worker_may_take_a_newer_version_than_the_one_that_it_was_to_get() -> None:
+    """With `finish`, engines take new weights when no runner has an episode any more. Meanwhile another step may have
+    made a newer version."""
+    settings = ScheduleSettings(steps=9, groups_per_step=1, samples=1, staleness=2, on_new_weights="finish")
+    scheduler, audit = GroupScheduler(settings), ScheduleAudit(settings)
+
+    def tell(event: Event) -> list[Action]:
+        actions = scheduler.decide(event)
+        audit.observe(event, actions)
+        return actions
+
+    for worker in ("a", "b"):
+        tell(WorkerJoined(worker=worker, lanes=1, version=0))
+    admitted = {each.worker: each.group for each in tell(StepRequested()) if isinstance(each, Admit)}
+    slow = admitted["b"]
+    tell(EpisodeEnded(group=admitted["a"], attempt=0, sample=0, worker="a", oldest=0, newest=0))
+    another = next(iter({0, 1, 2} - set(admitted.values())))
+    tell(EpisodeEnded(group=another, attempt=0, sample=0, worker="a", oldest=0, newest=0))
+    tell(GroupGraded(group=admitted["a"], is_uniform=False))
+    assert Publish(version=1, worker="a") in tell(StepCommitted(step=1, version=1))
+    tell(StepRequested())
+    tell(GroupGraded(group=another, is_uniform=False))
+    assert not any(isinstance(each, Publish) for each in tell(StepCommitted(step=2, version=2)))
+    ended = tell(EpisodeEnded(group=slow, attempt=0, sample=0, worker="b", oldest=0, newest=0))
+    assert Publish(version=2, worker="b") in ended
+    for worker in ("a", "b"):
+        tell(WeightsInstalled(worker=worker, version=2))
+    tell(GroupGraded(group=slow, is_uniform=False))
+    assert any(isinstance(each, StartStep) for each in tell(StepRequested()))
 
 
 @pytest.mark.parametrize(

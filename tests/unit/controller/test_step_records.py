@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from helpers.made_batches import WORKER, make_answer, make_graded, make_report
 from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics, ValueStatistics
 from podium.cluster.results import Metric, Span
+from podium.controller.ledger import GroupRecord
 from podium.controller.records import (
     StepRecord,
     idle_seconds,
@@ -36,7 +37,7 @@ def _record(graded: GradedRollouts, used: GradedRollouts | None = None, **change
     values: dict[str, Any] = {
         "step": 4, "lr": 1e-3, "graded": graded, "used": graded if used is None else used, "distance": None,
         "report": None, "critic": None, "kl_coefficient": None, "seconds": {}, "step_s": 2.0, "idle_s": 0.5,
-        "peak_flops": 1e6, "solving": Solving(reward=None, at=1.0),
+        "peak_flops": 1e6, "solving": Solving(reward=None, at=1.0), "versions": range(10),
     }  # fmt: skip
     return StepRecord(**(values | changes))
 
@@ -125,6 +126,19 @@ def test_lengths_are_of_answers_and_prompts_apart() -> None:
     assert _values(record, *names) == (1.5, 3, 0, 3.5, 0.5, 20)
     # Versions 7, 9 and 8 beside 9; the answer without a token was drawn by none.
     assert _values(record, "staleness/mean", "staleness/max") == (1.0, 2.0)
+
+
+def test_a_group_without_tokens_has_no_age() -> None:
+    """Its versions are -1: its environment failed before the first token."""
+    group = GroupRecord(
+        prompt_index=0, step=9, attempts=1, admitted_version=6, oldest_version=6, newest_version=7, trained_version=8,
+        void=None,
+    )  # fmt: skip
+    empty = replace(group, prompt_index=1, oldest_version=-1, newest_version=-1)
+    record = _record(make_graded(REWARDS, GROUPS), groups=[group, empty], overlaps=True)
+    assert _values(record, "staleness/in_flight", "staleness/queue") == (1.0, 1.0)
+    # Steps 7 and 8 made no version.
+    assert _values(replace(record, versions=[5, 6, 8]), "staleness/in_flight", "staleness/queue") == (0.0, 1.0)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from podium.algorithms.staleness import ByAge, statistics_by_age
+from podium.algorithms.staleness import ByAge, statistics_by_age, updates_between
 from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics
 from podium.cluster import Computed, RowRefs, WorkerContext
 from podium.controller.simulation.costs import KeptState, RunCosts
@@ -97,7 +97,7 @@ class SimulatedLearner(Learner):
             kept_mass=(0.0, 0.0),
             gap=LogprobGap(count=int(count), sum_abs=0.0, sum_ratio=count, largest=0.0),
             sampling=same if algorithm.correction is not None else None,
-            ages=self._ages(shard.rows, plan.version),
+            ages=self._ages(shard.rows, plan),
             entropy=(0.0, count),
             kl_reference=(0.0, count if in_loss else 0.0),
             advantages=Moments(
@@ -112,10 +112,10 @@ class SimulatedLearner(Learner):
             proximal_s=0.0,
         )
 
-    def _ages(self, rows: RowRefs[TrajectoryBlock], version: int) -> ByAge:
+    def _ages(self, rows: RowRefs[TrajectoryBlock], plan: UpdatePlan) -> ByAge:
         if not self._spec.recipe.rollout.staleness or not len(rows):
             return {}
-        age_T = version - rows.read().versions_T
+        age_T = updates_between(rows.read().versions_T, plan.version, plan.versions)
         logprobs_T = np.zeros(len(age_T))
         return statistics_by_age(logprobs_T, logprobs_T, age_T) if age_T.any() else {}
 
