@@ -98,7 +98,8 @@ def step_names() -> set[str]:
     record = StepRecord(
         step=1, lr=1e-3, graded=graded, used=graded, distance=distance,
         report=make_report(sampling=weights, kept_mass=0.9, kl_reference=0.1, ages=ages), kl_coefficient=0.1,
-        groups=[trained, replace(trained, trained_version=None, void="uniform")], overlaps=True,
+        groups=[trained, *(replace(trained, trained_version=None, void=why) for why in ("uniform", "failed"))],
+        overlaps=True, versions=(0, 1),
         critic=CriticReport(statistics=ValueStatistics.merge([]), losses=(1.0,), grad_norms=(1.0,)),
         seconds=dict.fromkeys(causes(), 1.0), step_s=2.0, idle_s=0.5, peak_flops=1e6,
         solving=Solving(reward=None, at=1.0),

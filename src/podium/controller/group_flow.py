@@ -68,6 +68,7 @@ class GroupFlow:
         self._numbers: dict[int, int] = {}  # prompt index -> group, until its step begins
         self._prompt_indices: dict[int, int] = {}  # group -> prompt index, until its step is committed
         self._finished: list[GroupHistory] = []  # groups that are void, and that no step has collected yet
+        self._failed: set[int] = set()  # prompt indices of the step's groups that were dropped
         self._done: set[int] = set()  # prompt indices that are trained or void, above that of the oldest live group
         self._admits: list[Admit] = []  # decided and not sent yet
         self._publishes: list[Publish] = []  # decided and not carried out yet
@@ -367,9 +368,12 @@ class GroupFlow:
         voided = [
             group.prompt.prompt_index for number, group in zip(numbers, groups, strict=True) if number in start.voided
         ]
+        left = set(sampled.group_N.tolist())
         for group in groups:
             del self._numbers[group.prompt.prompt_index]
             self._done.add(group.prompt.prompt_index)
+            if group.prompt.prompt_index not in left:
+                self._failed.add(group.prompt.prompt_index)
         trained = sampled.take(np.flatnonzero(~np.isin(sampled.group_N, voided))) if voided else sampled
         return SampledStep(sampled=sampled, episodes=trained)
 
@@ -379,20 +383,25 @@ class GroupFlow:
         self.tell(StepCommitted(step=step, version=step if is_updated else None))
         finished = [*self._finished, *self._audit.take_finished()]
         self._finished = [each for each in finished if each.number in self._groups]
-        return [
-            GroupRecord(
-                prompt_index=self._prompt_indices.pop(each.number),
-                step=step,
-                attempts=each.attempts,
-                admitted_version=each.admitted_version,
-                oldest_version=each.oldest,
-                newest_version=each.newest,
-                trained_version=each.trained_version,
-                void=each.void,
-            )
-            for each in finished
-            if each.number not in self._groups
-        ]
+        records = [self._record(each, step) for each in finished if each.number not in self._groups]
+        self._failed.clear()
+        return records
+
+    def _record(self, history: GroupHistory, step: int) -> GroupRecord:
+        """The ledger's row of a group that has ended. One that was dropped because an episode of it failed had its
+        place in the step, and is not trained."""
+        prompt_index = self._prompt_indices.pop(history.number)
+        is_failed = prompt_index in self._failed and history.void is None
+        return GroupRecord(
+            prompt_index=prompt_index,
+            step=step,
+            attempts=history.attempts,
+            admitted_version=history.admitted_version,
+            oldest_version=history.oldest,
+            newest_version=history.newest,
+            trained_version=None if is_failed else history.trained_version,
+            void="failed" if is_failed else history.void,
+        )
 
     def note_used(self, prompt_indices: Iterable[int]) -> None:
         """Prompts that the program took for itself: they are not offered again."""

@@ -68,6 +68,9 @@ def test_a_slow_reward_costs_its_group_or_counts_as_zero(tmp_path: Path, on_erro
     assert [row[0] for row in _trained(trial)] == list(range(24))
     assert sum(trial.metric("episodes/failed").values()) == 4
     assert sum(trial.metric("episodes/learned_from").values()) == num_trained
+    voided = trial.episodes("prompt_index, trained_version, void", "WHERE void IS NOT NULL", table="groups")
+    assert voided == ([] if on_error == "zero" else [(SLOW, None, "failed")])
+    assert sum(trial.metric("groups/void/failed").values()) == len(voided)
     episodes = trial.episodes("state, reward", f"WHERE prompt_index = {SLOW}")
     assert len(episodes) == 4
     assert {state == "consumed" for state, _ in episodes} == {on_error == "zero"}

@@ -279,8 +279,7 @@ class _MislabelledEngine(World):
 
 
 def test_a_version_that_did_not_sample_the_token_is_caught() -> None:
-    """AReaL #1569: tokens had the version at the end of the request. Here the learner's version is stamped before the
-    worker has it."""
+    """The learner's version is stamped before the worker has it."""
     world = _MislabelledEngine(
         ASYNC, Costs(random.Random(0), publish_s=3.0), (2, 3), GroupScheduler(ASYNC), ScheduleAudit(ASYNC)
     )

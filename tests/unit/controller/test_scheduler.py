@@ -218,8 +218,8 @@ def test_a_stop_ends_after_the_step_and_leaves_untrained_groups_void() -> None:
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_capacity_after_a_resume_is_capacity_before_it(staleness: int) -> None:
-    """AReaL #1345: after a recovery the version has jumped, and the capacity with it, so that groups far beyond the
+def test_areal_1345_capacity_after_a_resume_is_capacity_before_it(staleness: int) -> None:
+    """There, after a recovery the version has jumped, and the capacity with it, so that groups far beyond the
     bound were admitted."""
     settings = ScheduleSettings(
         steps=99, groups_per_step=3, samples=1, staleness=staleness, on_new_weights="keep"
@@ -230,8 +230,8 @@ def test_capacity_after_a_resume_is_capacity_before_it(staleness: int) -> None:
         assert len(_admitted(scheduler.decide(StepRequested()))) == 3 * (staleness + 1)
 
 
-def test_no_finished_group_is_dropped() -> None:
-    """slime #2238: groups that had finished beyond the size of a batch were thrown away."""
+def test_slime_2238_no_finished_group_is_dropped() -> None:
+    """There, groups that had finished beyond the size of a batch were thrown away."""
     settings = ScheduleSettings(steps=20, groups_per_step=3, samples=2, staleness=2, on_new_weights="keep")
     world = world_of(settings, Costs(random.Random(5), update_s=5.0, length_s=0.2), (4, 4)).run()
 
@@ -240,8 +240,8 @@ def test_no_finished_group_is_dropped() -> None:
     assert len(set(trained)) == len(trained)
 
 
-def test_long_groups_are_trained_as_often_as_they_are_offered() -> None:
-    """SkyRL and others drop what is too old, which is what is slow."""
+def test_skyrl_long_groups_are_trained_as_often_as_they_are_offered() -> None:
+    """Its documentation says that what is too old may be dropped, and that is what is slow."""
     settings = ScheduleSettings(steps=40, groups_per_step=4, samples=1, staleness=2, on_new_weights="keep")
     world = world_of(settings, Costs(random.Random(1), spread=2.0, length_s=2.0, update_s=0.3), (4, 4, 4)).run()
 
