@@ -29,7 +29,7 @@ from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.errors import RoleError, WorkerDiedError
 from podium.roles.blocks import block_of, empty_block
 from podium.roles.carriers import PromptShard, SamplingPlan
-from podium.roles.episode_stream import EpisodeStream, Lost, run_all, streaming
+from podium.roles.episode_stream import EpisodeStream, Lost, run_all, streaming, to_free_lanes
 from podium.roles.handles import GeneratorHandle
 from podium.roles.interfaces import EpisodeSource
 from podium.roles.runner_handle import RunnerHandle
@@ -137,6 +137,25 @@ def test_every_episode_comes_once_with_the_metrics_of_all_workers(in_cluster: Bo
     in_cluster(body)
 
 
+def test_workers_get_prompts_as_their_lanes_become_free() -> None:
+    """Workers may have 5 and 3 episodes, of 4 and 2 lanes. Worker 0 is slow, so that worker 1 gets the rest."""
+    waiting, lanes = deque(_prompts(*range(9))), {0: 4, 1: 2}
+    running: dict[int, dict[tuple[int, int], IndexedTask]] = {0: {}, 1: {}}
+
+    def given() -> dict[int, list[int]]:
+        found = to_free_lanes(waiting, 2, lanes, running)
+        return {rank: [prompt.prompt_index for prompt in some] for rank, some in found.items()}
+
+    assert given() == {0: [0, 2, 3], 1: [1, 4]}
+    assert given() == {}
+    for ended, next_one in ((1, 5), (4, 6), (5, 7), (6, 8)):
+        for sample in range(2):
+            del running[1][ended, sample]
+        assert given() == {1: [next_one]}
+    assert not waiting
+    assert {prompt_index for prompt_index, _ in running[0]} == {0, 2, 3}
+
+
 def test_prompts_are_admitted_while_others_run(in_cluster: Body) -> None:
     async def body(sources: Sources) -> None:
         found: list[Any] = []
@@ -183,7 +202,7 @@ def test_episodes_of_a_worker_that_dies_run_again_under_the_next_attempt(in_clus
         blocks, _ = await run_all(sources, _prompts(*range(6)), 4, PLAN)
         await ending
         assert _ids(blocks) == {(index, sample): 1 for index in range(6) for sample in range(4)}
-        attempts = {id.attempt for block in blocks for id in block.ids if id.prompt_index % 2}
+        attempts = {id.attempt for block in blocks for id in block.ids}
         assert attempts == {0, 1}  # what it had sent is kept
 
     async def _end_soon(sources: Sources) -> None:

@@ -48,12 +48,9 @@ from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.errors import InvariantError
 from podium.recipe import OnPolicyRecipe
 from podium.roles.carriers import CANCELLED
-from podium.roles.episode_stream import Block
+from podium.roles.episode_stream import Block, most_episodes
 from podium.roles.grading_handle import Rewarded
 from podium.roles.stages import Rollouts
-
-# A worker is given a quarter more episodes than it runs at the same time: a free lane must not wait for a message.
-_AHEAD = 4
 
 
 class GroupFlow:
@@ -420,7 +417,7 @@ class GroupFlow:
     # --- internals ---
 
     def _join(self, worker: str, lanes: int, *, is_lent: bool, version: int | None = None) -> None:
-        self._lanes[worker] = lanes + -(-lanes // _AHEAD)
+        self._lanes[worker] = most_episodes(lanes)
         version = self._state.version if version is None else version
         self.tell(WorkerJoined(worker=worker, lanes=self._lanes[worker], version=version, is_lent=is_lent))
 

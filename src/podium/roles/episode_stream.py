@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from podium.roles.interfaces import EpisodeSource
 
 Block = ShardResult[TrajectoryBlock]
 
+_AHEAD = 4
 # How long workers may take to give up their episodes when a stream is abandoned.
 _ABANDON_S = 60.0
 
@@ -236,18 +237,18 @@ class EpisodeWorkers(Protocol):
 async def run_all(
     workers: EpisodeWorkers, prompts: Sequence[IndexedTask], samples: int, plan: SamplingPlan
 ) -> tuple[list[Block], dict[str, float]]:
-    """Runs `samples` episodes for each prompt and returns all blocks with the workers' metrics. Prompts are dealt
-    round-robin. Episodes of a worker that dies run again under the next attempt, with the same random numbers."""
+    """Runs `samples` episodes for each prompt and returns all blocks with the workers' metrics. Workers get prompts as
+    they have room. Episodes of a worker that dies run again under the next attempt, with the same random numbers."""
+    lanes = await workers.lanes()
     async with workers.streaming(plan) as stream:
-        ranks, blocks = stream.ranks, list[Block]()
-        dealt = {rank: prompts[number :: len(ranks)] for number, rank in enumerate(ranks)}
-        open_by_rank = {
-            rank: {(prompt.prompt_index, sample): prompt for prompt in mine for sample in range(samples)}
-            for rank, mine in dealt.items()
-        }
-        attempts = Counter[int]()
-        for rank in ranks:
-            stream.admit(rank, dealt[rank], tuple(range(samples)))
+        blocks, attempts, waiting = list[Block](), Counter[int](), deque(prompts)
+        open_by_rank: dict[int, dict[tuple[int, int], IndexedTask]] = {rank: {} for rank in stream.ranks}
+
+        def admit_more() -> None:
+            for rank, mine in to_free_lanes(waiting, samples, lanes, open_by_rank).items():
+                stream.admit(rank, mine, tuple(range(samples)))
+
+        admit_more()
         is_finished = not prompts
         if is_finished:
             await stream.finish()
@@ -264,7 +265,30 @@ async def run_all(
             blocks.append(arrival)
             for prompt_index, sample, _, _ in arrival.ids.array_N4.tolist():
                 del open_by_rank[arrival.rank][prompt_index, sample]
+            admit_more()
             if not is_finished and not any(open_by_rank.values()):
                 is_finished = True
                 await stream.finish()
     return blocks, stream.metrics
+
+
+def most_episodes(lanes: int) -> int:
+    """How many a worker is given that runs `lanes` of them at the same time: a quarter more, because a free lane must
+    not wait for a message."""
+    return lanes + -(-lanes // _AHEAD)
+
+
+def to_free_lanes(
+    waiting: deque[IndexedTask], samples: int, lanes: Mapping[int, int],
+    open_by_rank: Mapping[int, dict[tuple[int, int], IndexedTask]],
+) -> dict[int, list[IndexedTask]]:  # fmt: skip
+    """The next prompts for the workers with the lowest load, while one has room; they are open from now on."""
+    given: dict[int, list[IndexedTask]] = {}
+    while waiting:
+        rank = min(open_by_rank, key=lambda each: (len(open_by_rank[each]) / lanes[each], each))
+        if len(open_by_rank[rank]) >= most_episodes(lanes[rank]):
+            break
+        prompt = waiting.popleft()
+        given.setdefault(rank, []).append(prompt)
+        open_by_rank[rank].update({(prompt.prompt_index, sample): prompt for sample in range(samples)})
+    return given
