@@ -30,14 +30,14 @@ from helpers.tiny import save_tiny_folder, save_tiny_model, tiny_tokenizer
 from podium.observe import read_metrics
 
 RECORDED = Path(__file__).with_name("fingerprints.json")
-STEPS = 4
+STEPS, MORE_STEPS = 4, 20
 # Times, and what depends on them.
 _TIMED = ("_s", "_per_s", "/s", "mfu", "cache_used", "reused_tokens", "prefilled_tokens", "preemptions")
 _INLINE = {"placement": {"launcher": "inline", "devices": 1}}
 _FIXED = {"rollout": None, "reward": None, "tokens_per_step": 256}
 _PAIRS = {**_FIXED, "data": {"train": [{"path": "pairs.jsonl"}]}, "rows_per_step": 8, "tokens_per_step": None}
 
-RUNS: Mapping[str, Mapping[str, Any]] = {
+_RUNS: Mapping[str, Mapping[str, Any]] = {
     "sft": {
         "program": "sft", **_FIXED, "data": {"train": [{"path": "chats.jsonl"}], "heldout": [{"path": "chats.jsonl"}]},
     },
@@ -69,6 +69,15 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
         "rollout": {"max_new_tokens": 12},
     },
     "lora-grpo": {**_INLINE, "model": {"lora": {"rank": 4}}},
+}  # fmt: skip
+LONG_RUNS = tuple(f"{name}-{MORE_STEPS}-steps" for name in ("grpo", "tool-agent"))
+RUNS: Mapping[str, Mapping[str, Any]] = {
+    **_RUNS,
+    **{
+        name: {**_RUNS[name.removesuffix(f"-{MORE_STEPS}-steps")], "steps": MORE_STEPS,
+               "checkpoint": {"every": MORE_STEPS}}
+        for name in LONG_RUNS
+    },
 }  # fmt: skip
 PIPELINE = "pipeline"
 
@@ -161,6 +170,11 @@ def train(values: Mapping[str, Any], folder: Path) -> Path:
     return folder / "runs" / name
 
 
+def num_steps(name: str) -> int:
+    """Steps of a run."""
+    return MORE_STEPS if name in LONG_RUNS else STEPS
+
+
 def fingerprint(run: Path, *, step: int = STEPS) -> dict[str, Any]:
     """Of the checkpoint of the last step (optimizer state included), of each metric's values, and of the ledger."""
     return {"weights": _weights(run, step), "ledger": _ledger(run), "metrics": _metrics(run)}
@@ -220,7 +234,8 @@ def main() -> None:
     for _ in range(2):
         with tempfile.TemporaryDirectory() as folder:
             make_task(Path(folder))
-            found.append({name: fingerprint(run(name, Path(folder))) for name in [*RUNS, PIPELINE]})
+            names = [*RUNS, PIPELINE]
+            found.append({name: fingerprint(run(name, Path(folder)), step=num_steps(name)) for name in names})
     if found[0] != found[1]:
         differing = [
             f"{name}: {key}"
