@@ -10,6 +10,7 @@ import pytest
 from helpers.on_policy import numbers, rl_recipe
 from helpers.workspace import Workspace
 from podium import api
+from podium.observe.timeline import read_timeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -70,3 +71,9 @@ def test_generation_overlaps_updates_within_the_bound_of_staleness(
     ledger.close()
     assert [row[0] for row in rows] == list(range(len(rows)))
     assert all(0 <= age <= 2 for _, age in rows)
+
+    spans = list(read_timeline(workspace.path / "runs" / "stale"))
+    waited = [each for each in spans if each.name == "generator.stream > waiting for prompts"]
+    assert {each.worker.partition("@")[0] for each in waited} == {"rollout[0]", "rollout[1]"}
+    streams = [each for each in spans if each.name == "generator.stream"]
+    assert all(any(one.begin_s <= each.begin_s and each.end_s <= one.end_s for one in streams) for each in waited)

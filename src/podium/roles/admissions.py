@@ -33,6 +33,12 @@ class Admissions:
             return tuple(self._ids)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether there is no episode, and some may come."""
+        with self._changed:
+            return not self._ids and not self._is_finished
+
+    @property
     def is_over(self) -> bool:
         """Whether no episode is left and none can come."""
         with self._changed:

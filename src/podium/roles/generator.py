@@ -79,7 +79,7 @@ class GeneratorRank(Generator):
         self._peak_tokens = 0
         ready: list[Completion] = []
         try:
-            while self._admissions.wait_for_work(_IDLE_S):
+            while self._has_work(self._admissions, "waiting for prompts"):
                 mark_progress()
                 sent = time.perf_counter()
                 for answer in self._engine.results(deadline_s=self._spec.deadline_s, tick_s=_BLOCK_EVERY_S):
@@ -106,7 +106,7 @@ class GeneratorRank(Generator):
         before, began = self._engine.load(), time.perf_counter()
         self._peak_tokens = 0
         try:
-            while self._mailboxes.wait_for_work(_IDLE_S):
+            while self._has_work(self._mailboxes, "waiting for requests"):
                 mark_progress()
                 for answer in self._engine.results(deadline_s=self._spec.deadline_s):
                     self._peak_tokens = max(self._peak_tokens, self._engine.load().cache_tokens_used)
@@ -115,6 +115,15 @@ class GeneratorRank(Generator):
             self._mailboxes.fail(error)
             raise
         return self._metrics(before, time.perf_counter() - began)
+
+    def _has_work(self, work: Admissions | Mailboxes, what: str) -> bool:
+        """Waits for work, with a span if there is none now. False: none will come."""
+        if work.is_idle:
+            with self._context.span(what):
+                while work.is_idle:
+                    mark_progress()
+                    work.wait_for_work(_IDLE_S)
+        return work.wait_for_work(0.0)
 
     def begin_serving(self) -> None:
         """Accepts requests of runners from now on."""

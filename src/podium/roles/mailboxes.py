@@ -28,6 +28,12 @@ class Mailboxes:
         """Seconds in which the mailboxes were open and no answer was expected."""
         return self._idle_s
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no answer is expected, and requests may come."""
+        with self._changed:
+            return not self._owners and not self._closing
+
     def open(self) -> None:
         """Accepts requests from now on."""
         with self._changed:

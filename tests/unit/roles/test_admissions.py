@@ -17,7 +17,9 @@ ONE, TWO = TrajectoryId(0, 0), TrajectoryId(0, 1)
 def test_a_stream_is_over_when_it_is_finished_and_nothing_is_open() -> None:
     admissions = Admissions()
     assert admissions.wait_for_work(0.0)  # more may come
+    assert admissions.is_idle
     admissions.add([ONE, TWO])
+    assert not admissions.is_idle
     admissions.finish()
     assert admissions.wait_for_work(0.0)
     admissions.end([ONE])
