@@ -9,6 +9,9 @@ from typing import Any
 
 from podium.recipe import OnPolicyRecipe
 
+# No token that is trained has an older version.
+_MOST_VERSIONS = 1_000
+
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
@@ -16,7 +19,7 @@ class RunState:
 
     step: int  # committed steps
     version: int  # of the policy's weights: the last step that changed them
-    versions: list[int]  # that there were since the run began, ascending
+    versions: list[int]  # the newest of those that there were since the run began, ascending
     kl_coefficient: float
     skipped_in_a_row: int  # steps without a finite loss or gradient, where the run begins
     record: str | None = None  # digest of the last recorded step, where the run begins
@@ -26,7 +29,7 @@ class RunState:
     def note_update(self) -> None:
         """The committed step has changed the weights."""
         self.version = self.step
-        self.versions.append(self.version)
+        self.versions = [*self.versions, self.version][-_MOST_VERSIONS:]
 
     @classmethod
     def begin(cls, recipe: OnPolicyRecipe, step: int = 0, saved: Mapping[str, Any] | None = None) -> RunState:
