@@ -3,6 +3,7 @@
 
 from podium.api import (
     check,
+    compare,
     evaluate,
     export,
     generate,
@@ -25,6 +26,7 @@ __all__ = [
     "PodiumError",
     "Recipe",
     "check",
+    "compare",
     "evaluate",
     "export",
     "generate",

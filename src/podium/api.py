@@ -47,6 +47,7 @@ from podium.recipe.pipeline_loading import (
 from podium.recipe.warnings import recipe_warnings
 from podium.recipe_arguments import Overrides, RecipeLike, load_recipe_arguments, override_texts
 from podium.replaying import FreshResult, ReplayResult, replay_run, train_fresh
+from podium.runs.comparing import RunComparison, compare_runs
 from podium.runs.folder import RunFolder, is_pipeline_folder
 from podium.runs.lineage import Prepared, require_what_export_reads, write_note
 from podium.runs.listing import list_lines
@@ -239,6 +240,12 @@ def export(
 def show(folder: str | Path) -> list[str]:
     """What there is to know of a run, a pipeline or an exported folder, as lines of text."""
     return show_lines(_path(folder, "folder"))
+
+
+@for_python
+def compare(first: str | Path, second: str | Path) -> RunComparison:
+    """What the recipes of two runs say differently, and which metrics differ, from which step on. `lines` tells it."""
+    return compare_runs(_path(first, "first"), _path(second, "second"))
 
 
 @for_python

@@ -15,6 +15,7 @@ import typer
 
 from podium import api
 from podium.commands.arguments import Devices, Overrides, RecipeFile, RunPath
+from podium.commands.compare import compare
 from podium.commands.completion import complete_folder, complete_run
 from podium.commands.evaluate import evaluate
 from podium.commands.generate import generate
@@ -179,6 +180,7 @@ app.command()(init)
 app.command("try")(try_recipe)
 app.command()(evaluate)
 app.command()(replay)
+app.command()(compare)
 app.command()(trace)
 app.command()(generate)
 

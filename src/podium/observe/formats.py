@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
 
 def rate(per_second: float) -> str:
     """Tokens per second in three digits: 950, 45.1k, 1.20M."""
@@ -42,6 +44,23 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return [
         "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
+
+
+def curve(values: Sequence[float], scale: tuple[float, float], *, columns: int) -> str:
+    """A curve in one line of text: means over equal parts of the values, as blocks between the two ends of the scale.
+    A part without a finite value is a blank."""
+    least, most = scale
+    columns = min(columns, len(values))
+    blocks = ""
+    for column in range(columns):
+        part = values[column * len(values) // columns : (column + 1) * len(values) // columns]
+        finite = [value for value in part if math.isfinite(value)]
+        if not finite:
+            blocks += " "
+            continue
+        height = (sum(finite) / len(finite) - least) / (most - least) if most > least else 0.0
+        blocks += _BLOCKS[min(len(_BLOCKS) - 1, max(0, int(height * len(_BLOCKS))))]
+    return blocks
 
 
 def one_line(text: str, *, limit: int = 200) -> str:

@@ -95,6 +95,16 @@ def changes(old: Recipe, new: Recipe) -> list[Change]:
     ]
 
 
+def written_differences(first: Recipe, second: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Key path -> both values, of keys that differ. A value from an environment variable is the reference to it."""
+    before, after = _flat(first.stored_values()), _flat(second.stored_values())
+    return {
+        key: (before.get(key), after.get(key))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    }
+
+
 def is_training_data(key: str) -> bool:
     """Whether a key says which rows of a source are trained on, and how they are read; not the mix of sources."""
     return _TRAINING_DATA.match(key) is not None
