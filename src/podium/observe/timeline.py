@@ -100,18 +100,19 @@ class TimelineFile:
         self._file, self._num_bytes = LineFile(self._path, self._reports), 0
 
 
-def read_timeline(run: Path) -> Iterator[TimelineSpan]:
-    """All spans that the files of a run have, in the order in which each file was written. A line that a full disk or a
-    killed process has cut is left out."""
+def read_timeline(run: Path, *, most_bytes: int | None = None) -> Iterator[TimelineSpan]:
+    """All spans that the files of a run have, in the order in which each file was written, or those in the last bytes
+    of the newest files. A line that a full disk or a killed process has cut is left out."""
     newer = [timeline_file(run), *sorted(path for path in run.glob("timeline-*.jsonl") if path.suffixes == [".jsonl"])]
     for path in newer:
-        for file in (earlier_file(path), path):
+        for file in (earlier_file(path), path) if most_bytes is None else (path,):
             if file.is_file():
-                yield from _spans(file)
+                yield from _spans(file, file.stat().st_size if most_bytes is None else most_bytes)
 
 
-def _spans(file: Path) -> Iterator[TimelineSpan]:
-    with file.open(encoding="utf-8", errors="replace") as lines:
+def _spans(file: Path, most_bytes: int) -> Iterator[TimelineSpan]:
+    with file.open("rb") as lines:
+        lines.seek(max(0, file.stat().st_size - most_bytes))
         for line in lines:
             try:
                 found = json.loads(line)

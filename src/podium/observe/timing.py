@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 OTHER = "other"
+LAUNCH = "launch"
+"""The first span of a stopwatch, without length: a process of the run begins."""
 # Spans that nobody takes; the oldest are lost first.
 _MOST_SPANS = 100_000
 # The time of day when the monotonic clock was 0.
@@ -65,6 +67,7 @@ class Stopwatch:
         self._open = [OTHER]
         self._names: list[str] = []
         self._spans: deque[FinishedSpan] = deque(maxlen=_MOST_SPANS)
+        self._spans.append(FinishedSpan(LAUNCH, self._marked_at, self._marked_at))
 
     @contextmanager
     def span(self, cause: str) -> Iterator[None]:

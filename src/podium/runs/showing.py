@@ -12,6 +12,8 @@ from podium.errors import RunFolderError
 from podium.observe import read_metrics
 from podium.observe.console import aligned
 from podium.observe.formats import duration, table, three_digits
+from podium.observe.timeline import read_timeline
+from podium.runs.accounting import time_lines, worker_times
 from podium.runs.events import membership_changes, recoveries
 from podium.runs.folder import RunFolder, is_pipeline_folder
 from podium.runs.lineage import inputs_of, read_note, short
@@ -19,6 +21,8 @@ from podium.runs.pipeline_folder import PipelineFolder
 from podium.runs.standing import HELDOUT, RunStanding, changed_s, mapping_in, moment, standing_of, status_of
 
 _SHOWN_METRICS = 8
+# Of the timeline: an hour of a large run, read in a second.
+_TIMELINE_BYTES = 8 << 20
 _AGES = "staleness/tokens/"
 _LENT = ("lending/tokens", "rollout/generated_tokens")
 
@@ -46,6 +50,7 @@ def _run_lines(run: RunFolder) -> list[str]:
         f"fingerprint: {short(lineage.get('fingerprint'))} (of what makes the weights: recipe, data, parent weights)",
         *_changed_data_lines(lineage),
         *_overlap_lines(run),
+        *_time_lines(run),
         *_recovery_lines(run),
         *_membership_lines(run),
         *_heldout_lines(run),
@@ -53,6 +58,12 @@ def _run_lines(run: RunFolder) -> list[str]:
         *_next_lines(run, standing),
     ]
     return aligned(head) + _descent(lineage)
+
+
+def _time_lines(run: RunFolder) -> Iterator[str]:
+    """What each kind of worker did, by the newest part of the timeline."""
+    for line in time_lines(worker_times(list(read_timeline(run.path, most_bytes=_TIMELINE_BYTES)))):
+        yield f"time of {line}"
 
 
 def _pipeline_lines(folder: PipelineFolder) -> list[str]:

@@ -101,6 +101,7 @@ def test_a_stopwatch_tells_its_spans_once_by_the_time_of_day() -> None:
     clock.now_s += 4.0
 
     assert spans_of("controller", watch, now_s=1_007.0) == [
+        TimelineSpan("controller", "launch", 1_000.0, 1_000.0),
         TimelineSpan("controller", "evaluation > rollout", 1_001.0, 1_003.0),
         TimelineSpan("controller", "evaluation", 1_000.0, 1_003.0),
     ]
