@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from podium.disk import disk_fault
 from podium.observe.line_files import DiskReports, LineFile
 from podium.observe.timing import Stopwatch
 
@@ -20,6 +21,8 @@ _MOST_BYTES = 32 << 20
 # Spans wait in memory so that short steps do not write a line each.
 _WRITE_EVERY_S = 1.0
 _MOST_WAITING = 5_000
+# Lines that wait for a disk. Later spans are lost: the time of a run is worth less than its memory.
+_MOST_LINES = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class TimelineFile:
             for worker, spans in self._waiting.items()
         ]
         self._waiting, self._num_waiting, self._written_s = {}, 0, self._clock()
-        self._file.append(lines)
+        self._file.append(lines if self._file.num_waiting < _MOST_LINES else [])
         self._num_bytes += sum(len(line.encode()) for line in lines)
         if self._num_bytes > self._most_bytes and not self._file.num_waiting:
             self._begin_another()
@@ -94,10 +97,16 @@ class TimelineFile:
         self._file.close()
 
     def _begin_another(self) -> None:
+        """A disk that does not allow it is asked again after the next spans."""
         self._file.close()
-        if self._path.exists():
+        self._file = LineFile(self._path, self._reports)
+        try:
             self._path.replace(earlier_file(self._path))
-        self._file, self._num_bytes = LineFile(self._path, self._reports), 0
+        except OSError as error:
+            if disk_fault(error) is None:
+                raise
+            return
+        self._num_bytes = 0
 
 
 def read_timeline(run: Path, *, most_bytes: int | None = None) -> Iterator[TimelineSpan]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 from itertools import count
 from pathlib import Path
 
@@ -106,3 +107,48 @@ def test_a_stopwatch_tells_its_spans_once_by_the_time_of_day() -> None:
         TimelineSpan("controller", "evaluation", 1_000.0, 1_003.0),
     ]
     assert spans_of("controller", watch, now_s=1_007.0) == []
+
+
+class Reports:
+    """Is told of the disk."""
+
+    def __init__(self) -> None:
+        self.faults = list[str]()
+        self.num_lost: int | None = None
+
+    def cannot_write(self, path: Path, fault: str) -> None:
+        self.faults.append(fault)
+
+    def writes_again(self, path: Path, num_lost: int) -> None:
+        self.num_lost = num_lost
+
+
+def test_spans_wait_for_a_folder_that_is_gone_but_not_without_end(tmp_path: Path) -> None:
+    clock, reports, run = Clock(), Reports(), tmp_path / "run"
+    file = TimelineFile(timeline_file(run), reports, clock=clock)
+    for at in range(1_500):
+        clock.now_s += 2.0
+        file.append([TimelineSpan("rank 0", f"step {at}", float(at), at + 0.5)])
+    assert reports.faults
+    run.mkdir()
+    file.close()
+    assert [span.name for span in read_timeline(run)] == [f"step {at}" for at in range(1_000)]
+    assert reports.num_lost == 0
+
+
+def test_a_disk_that_refuses_the_change_of_files_loses_no_span(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    clock = Clock()
+    file = TimelineFile(timeline_file(tmp_path), Reports(), most_bytes=200, clock=clock)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", refuse)
+        for at in range(10):
+            clock.now_s += 2.0
+            file.append([TimelineSpan("rank 0", f"step {at}", float(at), at + 0.5)])
+    clock.now_s += 2.0
+    file.append([TimelineSpan("rank 0", "step 10", 10.0, 10.5)])
+    file.close()
+    assert [span.name for span in read_timeline(tmp_path)] == [f"step {at}" for at in range(11)]
+    assert earlier_file(timeline_file(tmp_path)).exists()
