@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from golden.runs import LONG_RUNS, PIPELINE, RUNS, fingerprint, machine, make_task, num_steps, read_recorded, run
+from golden.runs import PIPELINE, RUNS, fingerprint, machine, make_task, num_steps, read_recorded, run
 
-_SLOW = ("sft-two-ranks", PIPELINE, *LONG_RUNS)  # several processes, two runs, or many steps
+_FAST = ("sft", "dpo", "grpo", "tool-agent")  # one of each kind; `make test-slow` has the others
 _RECORDED = read_recorded()
 _HERE = next((each["runs"] for each in _RECORDED if each["where"] == machine()), None)
 
@@ -25,7 +25,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _HERE is None, reason=f"recorded on {[each['where'] for each in _RECORDED]}, and this is {machine()}"
 )
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in _SLOW else []) for name in [*RUNS, PIPELINE]]
+    "name", [pytest.param(name, marks=[] if name in _FAST else [pytest.mark.slow]) for name in [*RUNS, PIPELINE]]
 )
 def test_a_run_computes_what_was_recorded(name: str, task: Path) -> None:
     assert _HERE is not None
