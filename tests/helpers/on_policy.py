@@ -231,7 +231,7 @@ def run_update(
         reference=column(episodes.reference_T) if has_kl else None,
     )
     plan = UpdatePlan(
-        step=1, lr=lr, algorithm=case.section, temperature=episodes.temperature, version=0, versions=(0,),
+        step=1, lr=lr, algorithm=case.section, temperature=episodes.temperature, versions=(0,),
         max_new_tokens=MAX_NEW_TOKENS, kl_coefficient=case.kl_coefficient if has_kl else 0.0, whiten=case.whiten,
         loss="imitation" if case.signal == "imitation" else "policy", is_truncated=is_truncated,
     )  # fmt: skip

@@ -44,12 +44,12 @@ ByAge = Mapping[int, AgeStatistics]
 
 
 def updates_between(
-    oldest_N: NDArray[np.integer[Any]], newest_N: NDArray[np.integer[Any]] | int, made: Sequence[int]
+    oldest_N: NDArray[np.integer[Any]], newest_N: NDArray[np.integer[Any]] | int, versions: Sequence[int]
 ) -> NDArray[np.int64]:
-    """Number of updates from each version to another. `made`: the versions that there are, ascending. A version has the
+    """Number of updates from each version to another. `versions`: those that there are, ascending. A version has the
     number of the step that made it, and steps without an update make none."""
-    made_V = np.asarray(made, np.int64)
-    return np.searchsorted(made_V, newest_N, side="right") - np.searchsorted(made_V, oldest_N, side="right")
+    versions_V = np.asarray(versions, np.int64)
+    return np.searchsorted(versions_V, newest_N, side="right") - np.searchsorted(versions_V, oldest_N, side="right")
 
 
 def statistics_by_age(

@@ -8,7 +8,7 @@ import contextlib
 import time
 
 from podium.cluster.virtual_time import VirtualLoop
-from podium.observe.timing import day_s
+from podium.observe.timing import wall_clock_s
 
 
 def now_s() -> float:
@@ -25,7 +25,7 @@ def wall_s() -> float:
         loop = asyncio.get_running_loop()
         if isinstance(loop, VirtualLoop):
             return loop.time()
-    return day_s()
+    return wall_clock_s()
 
 
 class Deadline:

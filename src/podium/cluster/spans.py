@@ -17,6 +17,7 @@ from types import FrameType
 from podium.cluster.deadlines import wall_s
 from podium.cluster.identity import WorkerId
 from podium.cluster.results import Span
+from podium.observe.timing import NESTED
 
 _DEEPEST = 30
 _MOST_SPANS = 10_000
@@ -51,7 +52,7 @@ class SpanRecorder:
         loop."""
         place = (threading.get_ident(), _task_number())
         mine = self._open.setdefault(place, [])
-        path = f"{mine[-1][0]} > {name}" if mine else name
+        path = f"{mine[-1][0]}{NESTED}{name}" if mine else name
         begin_s = wall_s()
         mine.append((path, begin_s))
         try:

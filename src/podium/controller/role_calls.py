@@ -56,7 +56,6 @@ class PolicyRole:
             lr=batch.lr,
             algorithm=recipe.full_algorithm,
             temperature=recipe.rollout.temperature,
-            version=self._state.version,
             versions=tuple(self._state.versions[-recipe.rollout.staleness - 1 :]),
             max_new_tokens=recipe.rollout.max_new_tokens,
             kl_coefficient=batch.kl_coefficient,

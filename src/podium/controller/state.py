@@ -18,18 +18,21 @@ class RunState:
     """State that steps leave for later steps. Only the controller's single task uses it; `commit` advances it."""
 
     step: int  # committed steps
-    version: int  # of the policy's weights: the last step that changed them
-    versions: list[int]  # the newest of those that there were since the run began, ascending
+    versions: list[int]  # of the policy's weights since the run began, the newest last and the oldest forgotten
     kl_coefficient: float
     skipped_in_a_row: int  # steps without a finite loss or gradient, where the run begins
     record: str | None = None  # digest of the last recorded step, where the run begins
     updated_steps: set[int] = field(default_factory=set)  # the step whose policy update is not committed yet
     updated_roles: set[str] = field(default_factory=set)  # policy, critic: those whose last update is not committed
 
+    @property
+    def version(self) -> int:
+        """Of the policy's weights: the last step that changed them."""
+        return self.versions[-1]
+
     def note_update(self) -> None:
         """The committed step has changed the weights."""
-        self.version = self.step
-        self.versions = [*self.versions, self.version][-_MOST_VERSIONS:]
+        self.versions = [*self.versions, self.step][-_MOST_VERSIONS:]
 
     @classmethod
     def begin(cls, recipe: OnPolicyRecipe, step: int = 0, saved: Mapping[str, Any] | None = None) -> RunState:
@@ -38,11 +41,9 @@ class RunState:
         coefficient = saved.get("kl_coefficient")
         if coefficient is None:
             coefficient = kl.coefficient if kl is not None else 0.0
-        version = saved.get("version", step)
         return cls(
             step=step,
-            version=version,
-            versions=[version],
+            versions=[saved.get("version", step)],
             kl_coefficient=coefficient,
             skipped_in_a_row=saved.get("skipped_in_a_row", 0),
             record=saved.get("record"),

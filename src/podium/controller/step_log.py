@@ -18,7 +18,7 @@ from podium.controller.state import RunState
 from podium.controller.step import Step
 from podium.errors import TrainingDivergedError
 from podium.observe import ShownMetric, StepView
-from podium.observe.timeline import TimelineSpan, spans_of
+from podium.observe.timeline import CONTROLLER, TimelineSpan, spans_of
 from podium.recipe import OnPolicyRecipe
 from podium.roles.stages import CriticReport, TrainBatch, UpdateReport
 from podium.runs.guards import DivergenceGuard
@@ -54,7 +54,7 @@ class StepLog:
         """What the workers have done since the last call. Adds it to the timeline, with what the controller did."""
         parts, taken = self._parts, self._parts.workers.take_spans()
         of_workers = [TimelineSpan(str(span.worker), span.name, span.begin_s, span.end_s) for span in taken]
-        parts.log.spans([*spans_of("controller", parts.watch, wall_s()), *of_workers])
+        parts.log.spans([*spans_of(CONTROLLER, parts.watch, wall_s()), *of_workers])
         return taken
 
     async def record(

@@ -7,6 +7,7 @@ begin in seconds since 1970 and its length in seconds. A span inside another has
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ _WRITE_EVERY_S = 1.0
 _MOST_WAITING = 5_000
 # Lines that wait for a disk. Later spans are lost: the time of a run is worth less than its memory.
 _MOST_LINES = 1_000
+CONTROLLER = "controller"
+_WORKER = re.compile(r"(.+)\[(\d+)\]@.*#(\d+)")
+_RANK = re.compile(r"rank (\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,29 @@ class TimelineSpan:
     name: str
     begin_s: float
     end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineWorker:
+    """What the name of a worker in a timeline says."""
+
+    kind: str  # its pool, `ranks`, or `controller`
+    slot: int
+    incarnation: int  # 0: it is there from the start; a replacement has the next one
+
+    @classmethod
+    def of(cls, name: str) -> TimelineWorker:
+        """`train[0]@node/cpu#1`, `rank 0` or `controller`."""
+        if (worker := _WORKER.fullmatch(name)) is not None:
+            return cls(worker[1], int(worker[2]), int(worker[3]))
+        if (rank := _RANK.fullmatch(name)) is not None:
+            return cls("ranks", int(rank[1]), 0)
+        return cls(name, 0, 0)
+
+
+def rank_name(rank: int) -> str:
+    """The name of a rank of an SPMD program."""
+    return f"rank {rank}"
 
 
 def timeline_file(run: Path, rank: int = 0) -> Path:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 OTHER = "other"
+NESTED = " > "
+"""Between the names of an outer and an inner span."""
 LAUNCH = "launch"
 """The first span of a stopwatch, without length: a process of the run begins."""
 # Spans that nobody takes; the oldest are lost first.
@@ -18,7 +20,7 @@ _MOST_SPANS = 100_000
 _DAY_S = time.time() - time.monotonic()
 
 
-def day_s() -> float:
+def wall_clock_s() -> float:
     """The time of day. It is read once per process and counted on from there, so that a clock that is set during the
     run changes no duration."""
     return _DAY_S + time.monotonic()
@@ -75,7 +77,7 @@ class Stopwatch:
         self._settle()
         begin_s = self._marked_at
         self._open.append(cause)
-        self._names.append(f"{self._names[-1]} > {cause}" if self._names else cause)
+        self._names.append(f"{self._names[-1]}{NESTED}{cause}" if self._names else cause)
         self._seconds.setdefault(cause, 0.0)
         try:
             yield

@@ -261,14 +261,18 @@ class UpdatePlan:
     lr: float
     algorithm: AlgorithmSection
     temperature: float
-    version: int  # of the weights before the update
-    versions: tuple[int, ...]  # that there are, ascending: tokens of a batch are of one of them
+    versions: tuple[int, ...]  # of the weights that may have sampled the batch, ascending; the last begins the update
     max_new_tokens: int
     kl_coefficient: float = 0.0
     whitening: tuple[float, float] | None = None  # shift and scale of advantages that are given for each token
     whiten: bool = False  # shift and scale are computed over the whole step
     loss: Literal["policy", "imitation"] = "policy"
     is_truncated: bool = False  # top-k, top-p or min-p left tokens out when the batch was sampled
+
+    @property
+    def version(self) -> int:
+        """Of the weights before the update."""
+        return self.versions[-1]
 
     @property
     def correction(self) -> CorrectionSection | None:

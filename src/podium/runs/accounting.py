@@ -8,18 +8,15 @@ with its last span if it was replaced. Each moment belongs to the span that bega
 from __future__ import annotations
 
 import heapq
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from podium.observe.timeline import TimelineSpan
-from podium.observe.timing import LAUNCH
+from podium.observe.timeline import CONTROLLER, TimelineSpan, TimelineWorker, rank_name
+from podium.observe.timing import LAUNCH, NESTED
 
-CONTROLLER = "controller"
-_FIRST_RANK = "rank 0"
-_INSIDE = " > "
-_WORKER = re.compile(r"^(.+)\[(\d+)\]@.*#(\d+)$")
+# The processes whose launch is that of the run.
+_FIRST = (CONTROLLER, rank_name(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +30,15 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTime:
-    """Seconds of one worker by cause. They add up to `total_s`."""
+    """Seconds of one worker by cause. They add up to its time."""
 
     worker: str
-    kind: str  # its pool, `rank`, or `controller`
     seconds: Mapping[str, float]
-    total_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of its time."""
+        return sum(self.seconds.values())
 
 
 def worker_times(spans: Sequence[TimelineSpan]) -> list[WorkerTime]:
@@ -49,10 +49,7 @@ def worker_times(spans: Sequence[TimelineSpan]) -> list[WorkerTime]:
             whole = found.setdefault(worker, {})
             for cause, spent in seconds.items():
                 whole[cause] = whole.get(cause, 0.0) + spent
-    return [
-        WorkerTime(worker=worker, kind=_kind(worker), seconds=seconds, total_s=sum(seconds.values()))
-        for worker, seconds in found.items()
-    ]
+    return [WorkerTime(worker=worker, seconds=seconds) for worker, seconds in found.items()]
 
 
 def segments(spans: Sequence[TimelineSpan], begin_s: float, end_s: float) -> Iterator[Segment]:
@@ -84,9 +81,7 @@ class _Launch:
 
 def _launches(spans: Sequence[TimelineSpan]) -> Iterator[_Launch]:
     """A launch ends with its last span, or when the next one begins. What the file has lost is not accounted."""
-    begins = sorted(
-        {span.begin_s for span in spans if span.name == LAUNCH and span.worker in (CONTROLLER, _FIRST_RANK)}
-    )
+    begins = sorted({span.begin_s for span in spans if span.name == LAUNCH and span.worker in _FIRST})
     starts = begins if begins and begins[0] <= min(span.begin_s for span in spans) else [float("-inf"), *begins]
     for begin, end in zip(starts, [*starts[1:], float("inf")], strict=True):
         mine = [span for span in spans if begin <= span.begin_s < end]
@@ -104,7 +99,7 @@ def _times_of(launch: _Launch) -> dict[str, dict[str, float]]:
     last = _last_incarnations(by_worker)
     times = {}
     for worker, mine in by_worker.items():
-        begin = launch.begin_s if _incarnation(worker) == 0 else min(span.begin_s for span in mine)
+        begin = launch.begin_s if TimelineWorker.of(worker).incarnation == 0 else min(span.begin_s for span in mine)
         end = launch.end_s if worker in last else min(launch.end_s, max(span.end_s for span in mine))
         times[worker] = _by_cause(segments(mine, begin, end), () if worker == CONTROLLER else controlling)
     return times
@@ -139,26 +134,17 @@ def _by_cause(done: Iterator[Segment], controlling: Sequence[Segment]) -> dict[s
 
 def _cause(name: str) -> str:
     """The call that a worker got, or what it waited for inside."""
-    parts = name.split(_INSIDE)
+    parts = name.split(NESTED)
     return parts[-1] if parts[-1].startswith("waiting") else parts[0]
 
 
-def _kind(worker: str) -> str:
-    found = _WORKER.match(worker)
-    return found[1] if found is not None else worker.partition(" ")[0]
-
-
-def _incarnation(worker: str) -> int:
-    found = _WORKER.match(worker)
-    return int(found[3]) if found is not None else 0
-
-
-def _last_incarnations(workers: Mapping[str, object]) -> set[str]:
-    newest: dict[str, tuple[int, str]] = {}
+def _last_incarnations(workers: Iterable[str]) -> set[str]:
+    """Workers that nobody has replaced."""
+    newest: dict[tuple[str, int], tuple[int, str]] = {}
     for worker in workers:
-        found = _WORKER.match(worker)
-        slot = worker if found is None else f"{found[1]}[{found[2]}]"
-        newest[slot] = max(newest.get(slot, (-1, "")), (_incarnation(worker), worker))
+        name = TimelineWorker.of(worker)
+        slot = name.kind, name.slot
+        newest[slot] = max(newest.get(slot, (-1, "")), (name.incarnation, worker))
     return {worker for _, worker in newest.values()}
 
 
@@ -166,7 +152,7 @@ def time_lines(times: Sequence[WorkerTime], *, most_causes: int = 5) -> list[str
     """A line for every kind of worker: its causes with their shares, the largest first."""
     kinds: dict[str, list[WorkerTime]] = {}
     for each in times:
-        kinds.setdefault(each.kind, []).append(each)
+        kinds.setdefault(TimelineWorker.of(each.worker).kind, []).append(each)
     lines = []
     for kind, workers in kinds.items():
         total_s, seconds = sum(each.total_s for each in workers), dict[str, float]()

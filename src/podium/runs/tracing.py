@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,8 @@ from typing import IO, Any
 
 from podium.errors import RunFolderError
 from podium.observe import read_metrics
-from podium.observe.timeline import TimelineSpan, read_timeline
+from podium.observe.timeline import TimelineSpan, TimelineWorker, read_timeline
+from podium.observe.timing import NESTED
 from podium.runs.events import membership_changes, recoveries
 from podium.runs.folder import RunFolder, is_pipeline_folder
 from podium.runs.pipeline_folder import PipelineFolder
@@ -25,9 +26,8 @@ from podium.runs.pipeline_folder import PipelineFolder
 Event = Mapping[str, Any]
 # Metrics that are drawn as curves above the spans, where a run has them.
 _COUNTERS = ("tokens_per_s", "loss", "reward/mean", "response/mean", "staleness/mean", "mfu")
-_POOL = re.compile(r"^(.+)\[(\d+)\]")
-_EVENTS_TRACK = "events"
-_INSIDE = " > "
+# The process of what belongs to no worker.
+_RUN = "run"
 _ROUNDING_S = 2e-6
 
 
@@ -100,9 +100,9 @@ def _spans(spans: Sequence[TimelineSpan], prefix: str, tracks: _Tracks, begin_s:
     for worker, some in by_worker.items():
         for lane, span in in_lanes(some):
             thread = worker if lane == 0 else f"{worker} ({lane + 1})"
-            place = tracks.place(prefix + _pool(worker), thread)
+            place = tracks.place(prefix + TimelineWorker.of(worker).kind, thread)
             yield {
-                "ph": "X", "name": span.name.rpartition(_INSIDE)[2], "cat": "span", **place,
+                "ph": "X", "name": span.name.rpartition(NESTED)[2], "cat": "span", **place,
                 "ts": _us(span.begin_s - begin_s), "dur": _us(span.end_s - span.begin_s),
             }  # fmt: skip
 
@@ -112,7 +112,7 @@ def in_lanes(spans: Sequence[TimelineSpan]) -> Iterator[tuple[int, TimelineSpan]
     after it: viewers draw nothing else. A span inside another has the other's lane, if there is one."""
     lanes: list[list[TimelineSpan]] = []  # of each: the spans that are open
     for span in sorted(spans, key=lambda each: (each.begin_s, -each.end_s)):
-        outer = span.name.rpartition(_INSIDE)[0]
+        outer = span.name.rpartition(NESTED)[0]
         for lane in lanes:
             while lane and lane[-1].end_s <= span.begin_s:
                 lane.pop()
@@ -133,7 +133,7 @@ def _holds(outer: TimelineSpan, span: TimelineSpan) -> bool:
 
 def _events(run: Path, prefix: str, tracks: _Tracks, begin_s: float) -> Iterator[Event]:
     """What else happened in one run."""
-    place = tracks.place(f"{prefix}controller", _EVENTS_TRACK)
+    place = tracks.place(prefix + _RUN, "events")
     for recovery in recoveries(run):
         yield {
             "ph": "X", "name": f"recovery: {recovery.part}", "cat": "recovery", **place,
@@ -148,7 +148,7 @@ def _events(run: Path, prefix: str, tracks: _Tracks, begin_s: float) -> Iterator
         }  # fmt: skip
     for line in read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").is_file() else ():
         for name in _COUNTERS:
-            if name in line.values and abs(line.values[name]) < float("inf"):
+            if math.isfinite(line.values.get(name, math.nan)):
                 yield {
                     "ph": "C", "name": name, "pid": place["pid"], "ts": _us(line.time_s - begin_s),
                     "args": {name: line.values[name]},
@@ -157,14 +157,6 @@ def _events(run: Path, prefix: str, tracks: _Tracks, begin_s: float) -> Iterator
 
 def _us(seconds: float) -> float:
     return round(seconds * 1e6, 1)
-
-
-def _pool(worker: str) -> str:
-    """train of train[0]@host/cpu#0; ranks of rank 0."""
-    found = _POOL.match(worker)
-    if found is not None:
-        return found[1]
-    return "ranks" if worker.startswith("rank ") else worker
 
 
 def _opened(file: Path) -> IO[str]:

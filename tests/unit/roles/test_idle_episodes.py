@@ -26,7 +26,7 @@ BATCH = make_batch(GRADED, [0.0, 0.0, -0.5, 0.5])
 
 def plan(algorithm: AlgorithmSection) -> UpdatePlan:
     return UpdatePlan(
-        step=1, lr=0.0, algorithm=algorithm, temperature=1.0, version=0, versions=(0,), max_new_tokens=MAX_NEW_TOKENS
+        step=1, lr=0.0, algorithm=algorithm, temperature=1.0, versions=(0,), max_new_tokens=MAX_NEW_TOKENS
     )
 
 

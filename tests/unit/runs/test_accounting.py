@@ -71,9 +71,7 @@ def test_of_calls_at_the_same_time_the_one_that_began_last_counts() -> None:
 
 def test_a_line_for_each_kind_has_the_largest_shares() -> None:
     times = [
-        WorkerTime(
-            worker=f"train[{at}]", kind="train", seconds={"update": 6.0, "idle": 3.0, "tiny": 0.01}, total_s=9.01
-        )
+        WorkerTime(worker=f"train[{at}]@here/cpu#0", seconds={"update": 6.0, "idle": 3.0, "tiny": 0.01})
         for at in range(2)
     ]
     assert time_lines(times) == ["train: update 67%, idle 33%"]
