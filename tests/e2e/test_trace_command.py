@@ -77,7 +77,9 @@ def test_a_run_of_ranks_and_its_continuation_are_one_trace(workspace: Workspace)
     outcome = workspace.podium("trace", "runs/sums", "--out", "out.json.gz")
 
     assert outcome.code == 0, outcome
-    names = [span["name"] for span in threads(read_trace(workspace.path / "out.json.gz"))["rank 0"]]
+    by_thread = threads(read_trace(workspace.path / "out.json.gz"))
+    assert by_thread.keys() == {"rank 0", "events"}  # a rank does one thing at a time
+    names = [span["name"] for span in by_thread["rank 0"]]
     assert names.count("compute") == 6
     assert names.count("start-up") == 2
     assert "checkpoint" in names

@@ -72,12 +72,9 @@ def earlier_file(path: Path) -> Path:
     return path.with_suffix(".earlier.jsonl")
 
 
-def spans_of(worker: str, watch: Stopwatch, now_s: float) -> list[TimelineSpan]:
-    """What a stopwatch has measured since the last call. `now_s`: the time of day."""
-    ahead_s = now_s - watch.now_s
-    return [
-        TimelineSpan(worker, span.name, span.begin_s + ahead_s, span.end_s + ahead_s) for span in watch.take_spans()
-    ]
+def spans_of(worker: str, watch: Stopwatch) -> list[TimelineSpan]:
+    """What a stopwatch has measured since the last call."""
+    return [TimelineSpan(worker, span.name, span.begin_s, span.end_s) for span in watch.take_spans()]
 
 
 class TimelineFile:

@@ -28,7 +28,7 @@ def wall_clock_s() -> float:
 
 @dataclass(frozen=True, slots=True)
 class FinishedSpan:
-    """A span by the stopwatch's own clock. Names of outer spans come first: "evaluation > rollout"."""
+    """A span by the stopwatch's clock. Names of outer spans come first: "evaluation > rollout"."""
 
     name: str
     begin_s: float
@@ -62,7 +62,7 @@ class Stopwatch:
     """Runs from its creation. A span inside another pauses the outer one, so no second counts twice. Used by one
     thread: the one that runs the program."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = wall_clock_s) -> None:
         self._clock = clock
         self._marked_at = clock()
         self._seconds: dict[str, float] = {OTHER: 0.0}
@@ -85,11 +85,6 @@ class Stopwatch:
             self._settle()
             self._open.pop()
             self._spans.append(FinishedSpan(self._names.pop(), begin_s, self._marked_at))
-
-    @property
-    def now_s(self) -> float:
-        """The time by the stopwatch's clock."""
-        return self._clock()
 
     def take_spans(self) -> list[FinishedSpan]:
         """Spans that ended since the last call."""

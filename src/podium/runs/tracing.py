@@ -111,7 +111,7 @@ def in_lanes(spans: Sequence[TimelineSpan]) -> Iterator[tuple[int, TimelineSpan]
     """The spans of one worker by their begin, each with a lane. In a lane a span is inside the one before it, or comes
     after it: viewers draw nothing else. A span inside another has the other's lane, if there is one."""
     lanes: list[list[TimelineSpan]] = []  # of each: the spans that are open
-    for span in sorted(spans, key=lambda each: (each.begin_s, -each.end_s)):
+    for span in sorted(spans, key=lambda each: (each.begin_s, -each.end_s, len(each.name))):
         outer = span.name.rpartition(NESTED)[0]
         for lane in lanes:
             while lane and lane[-1].end_s <= span.begin_s:

@@ -30,7 +30,6 @@ from podium.errors import CheckpointError, TrainingDivergedError
 from podium.models.cost import ModelCost
 from podium.observe import ShownMetric, StepView, Stopwatch
 from podium.observe.timeline import rank_name, spans_of
-from podium.observe.timing import wall_clock_s
 from podium.recipe import SpmdRecipe
 from podium.runs.disk_reports import last_save_error
 from podium.runs.folder import RunFolder
@@ -455,4 +454,4 @@ class SpmdRun(Generic[RecipeT_co]):
 
     def _note_time(self) -> None:
         """Adds what this rank has done to the timeline."""
-        self._log.spans(spans_of(rank_name(self._mesh.rank), self._parts.watch, wall_clock_s()))
+        self._log.spans(spans_of(rank_name(self._mesh.rank), self._parts.watch))

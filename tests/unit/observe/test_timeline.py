@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from podium.observe.timeline import TimelineFile, TimelineSpan, earlier_file, read_timeline, spans_of, timeline_file
-from podium.observe.timing import Stopwatch
+from podium.observe.timing import Stopwatch, wall_clock_s
 
 
 class Clock:
@@ -92,7 +92,7 @@ def test_damaged_lines_are_left_out(tmp_path: Path, damage: str) -> None:
     assert list(read_timeline(tmp_path)) == [span, span]
 
 
-def test_a_stopwatch_tells_its_spans_once_by_the_time_of_day() -> None:
+def test_a_stopwatch_returns_its_spans_once() -> None:
     clock = Clock()
     watch = Stopwatch(clock)
     with watch.span("evaluation"):
@@ -101,12 +101,19 @@ def test_a_stopwatch_tells_its_spans_once_by_the_time_of_day() -> None:
             clock.now_s += 2.0
     clock.now_s += 4.0
 
-    assert spans_of("controller", watch, now_s=1_007.0) == [
-        TimelineSpan("controller", "launch", 1_000.0, 1_000.0),
-        TimelineSpan("controller", "evaluation > rollout", 1_001.0, 1_003.0),
-        TimelineSpan("controller", "evaluation", 1_000.0, 1_003.0),
+    assert spans_of("controller", watch) == [
+        TimelineSpan("controller", "launch", 100.0, 100.0),
+        TimelineSpan("controller", "evaluation > rollout", 101.0, 103.0),
+        TimelineSpan("controller", "evaluation", 100.0, 103.0),
     ]
-    assert spans_of("controller", watch, now_s=1_007.0) == []
+    assert spans_of("controller", watch) == []
+
+
+def test_a_stopwatch_measures_by_the_time_of_day() -> None:
+    watch = Stopwatch()
+    with watch.span("update"):
+        pass
+    assert spans_of("controller", watch)[-1].end_s == pytest.approx(wall_clock_s(), abs=5.0)
 
 
 class Reports:

@@ -22,6 +22,12 @@ def test_calls_at_the_same_time_have_lanes_of_their_own_and_keep_what_is_inside(
     assert list(in_lanes([inside, second, first, third])) == [(0, first), (1, second), (1, inside), (1, third)]
 
 
+def test_a_span_as_long_as_the_one_around_it_is_inside_it() -> None:
+    """The inner one is written first."""
+    inner, outer = span("compute > checkpoint", 1, 2), span("compute", 1, 2)
+    assert list(in_lanes([inner, outer])) == [(0, outer), (0, inner)]
+
+
 def test_a_span_whose_outer_one_is_unknown_is_shown_all_the_same() -> None:
     """The outer one ends later, and may be in no file yet."""
     alone, beside = span("stream > waiting", 1, 2), span("stream > waiting", 1.5, 3)
