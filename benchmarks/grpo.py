@@ -82,7 +82,7 @@ def main() -> None:
                 results[side.name].append(found)
                 print(
                     f"turn {turn + 1}: {side.name:<28} {statistics.median(found.step_s):7.3f} s/step, "
-                    f"{found.cpu_s:7.3f} s of CPU",
+                    f"mean {statistics.mean(found.step_s):7.3f} s, {found.cpu_s:7.3f} s of CPU",
                     flush=True,
                 )
     print()
@@ -188,14 +188,14 @@ def report(task: Task, results: Mapping[str, Sequence[SideResult]]) -> list[str]
         f"{platform.machine()}, {os.cpu_count()} cores; shape {task.shape} on {task.device}, {PROMPTS} prompts of "
         f"{task.shortest} to {task.longest} tokens x {SAMPLES} samples of {task.new_tokens}; {turns} turns of "
         f"{task.steps - task.warmup} timed steps",
-        f"{'':<28} {'s/step':>7} {'(range)':>15} {'CPU s/step':>10} {'tokens/s':>9} {'reward':>6}",
+        f"{'':<28} {'s/step':>7} {'(range)':>15} {'mean':>7} {'CPU s/step':>10} {'tokens/s':>9} {'reward':>6}",
     ]
     for name, each in results.items():
         every = [seconds for turn in each for seconds in turn.step_s]
         spread = f"({min(every):.2f}-{max(every):.2f})"
         reward = statistics.mean(turn.reward for turn in each)
         lines.append(
-            f"{name:<28} {step_s[name]:>7.3f} {spread:>15} {cpu_s[name]:>10.3f} "
+            f"{name:<28} {step_s[name]:>7.3f} {spread:>15} {statistics.mean(every):>7.3f} {cpu_s[name]:>10.3f} "
             f"{task.generated_per_step / step_s[name]:>9,.0f} {reward:>6.3f}"
         )
     if peers:
