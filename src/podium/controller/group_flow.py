@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 
@@ -26,10 +26,12 @@ from podium.controller.scheduling import (
     Admit,
     DevicesLent,
     DevicesReturned,
+    EndRun,
     EpisodeEnded,
     EpisodesReturned,
     Event,
     GiveBack,
+    GradeGroup,
     GroupGraded,
     Lend,
     Publish,
@@ -38,6 +40,7 @@ from podium.controller.scheduling import (
     ReturnedEpisode,
     StartStep,
     StepCommitted,
+    Void,
     WorkerJoined,
     WorkerLeaving,
     WorkerLeft,
@@ -62,6 +65,7 @@ class GroupFlow:
         self._scheduler = GroupScheduler(settings, step=state.step, version=state.version)
         self._audit = ScheduleAudit(settings, step=state.step, version=state.version)
         self._groups: dict[int, OpenGroup] = {}
+        self._ended: set[int] = set()  # of them, those whose episodes have all ended, without void ones
         self._numbers: dict[int, int] = {}  # prompt index -> group, until its step begins
         self._prompt_indices: dict[int, int] = {}  # group -> prompt index, until its step is committed
         self._finished: list[GroupHistory] = []  # groups that are void, and that no step has collected yet
@@ -120,6 +124,11 @@ class GroupFlow:
         """Whether episodes of groups that are here have not ended, or the next step has too few groups."""
         is_short = len(self._groups) < self.settings.groups_per_step
         return is_short or any(group.num_ended < self.settings.samples for group in self._groups.values())
+
+    @property
+    def lacks_only_rewards(self) -> bool:
+        """Whether the episodes of enough groups for the next step have ended."""
+        return len(self._ended) >= self.settings.groups_per_step
 
     def open(self, lanes: Mapping[int, int], *, grades_single: bool) -> None:
         """Tells the scheduler which workers there are; nothing is running. `lanes`: by rank, episodes that each runs at
@@ -191,8 +200,14 @@ class GroupFlow:
                     self._retirements.append(action)
                 case Lend() | Recall():
                     self._lending = action
-                case _:
-                    pass  # grading begins when episodes end; a void group stays with its step
+                case GradeGroup():  # grading has begun: episodes are graded as they end
+                    self._ended.add(action.group)
+                case Void():  # it stays with its step
+                    self._ended.discard(action.group)
+                case EndRun():
+                    pass
+                case other:
+                    assert_never(other)
 
     def take_publishes(self) -> list[Publish]:
         """Weights to install, decided since the last call."""
@@ -351,6 +366,7 @@ class GroupFlow:
         start, self._start = self._start, None
         recipe, numbers = self._parts.recipe, sorted((*start.groups, *start.voided))
         groups = [self._groups.pop(number) for number in numbers]
+        self._ended.difference_update(numbers)
         joined = Rollouts.join([group.rollouts for group in groups])
         rollouts = replace(joined, step=step, version=self._state.version, metrics=metrics)
         still_used = {id(piece) for group in self._groups.values() for piece in group.pieces}

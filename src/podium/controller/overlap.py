@@ -79,8 +79,7 @@ class OverlapExecutor:
             await self._lend(self._lent)
         self._flow.tell(StepRequested())
         self._send()
-        with self._parts.watch.span("wait"):
-            await self._until(self._is_step_ready)
+        await self._until_step_is_ready()
         self._waited_s = now_s() - idle_since_s
         return self._flow.collect(step, objects, await self._engine_metrics())
 
@@ -392,6 +391,17 @@ class OverlapExecutor:
         if is_still and not flow.is_step_ready and not flow.num_running and not flow.has_admissions:
             raise flow.standstill()
         return flow.is_step_ready
+
+    async def _until_step_is_ready(self) -> None:
+        """What the learner waits for is accounted apart: episodes, or only their rewards."""
+        flow, watch = self._flow, self._parts.watch
+        while not self._is_step_ready():
+            if flow.lacks_only_rewards:
+                with watch.span("grade"):
+                    await self._until(lambda: self._is_step_ready() or not flow.lacks_only_rewards)
+            else:
+                with watch.span("wait"):
+                    await self._until(lambda: self._is_step_ready() or flow.lacks_only_rewards)
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Waits for workers and graders, which have their own deadlines."""

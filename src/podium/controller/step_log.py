@@ -16,13 +16,13 @@ from podium.controller.parts import OnPolicyParts
 from podium.controller.records import StepRecord, idle_seconds, ledger_records, step_metrics
 from podium.controller.state import RunState
 from podium.controller.step import Step
-from podium.errors import TrainingDivergedError
+from podium.errors import InvariantError, TrainingDivergedError
 from podium.observe import ShownMetric, StepView
 from podium.observe.timeline import CONTROLLER, TimelineSpan, spans_of
 from podium.recipe import OnPolicyRecipe
 from podium.roles.stages import CriticReport, TrainBatch, UpdateReport
 from podium.runs.guards import DivergenceGuard
-from podium.weights.canary import GapLimits, GapWatch
+from podium.weights.canary import GapLimits, GapWatch, LogprobGap
 
 
 class StepLog:
@@ -97,7 +97,7 @@ class StepLog:
         parts.log.step(step_view(step.number, recipe, values), values)
         try:
             self._check(step.number, policy, is_warm_up=critic is not None and policy is None)
-        except TrainingDivergedError:
+        except (TrainingDivergedError, InvariantError):
             await self.written()  # a step that stops the run is recorded too
             raise
 
@@ -128,6 +128,7 @@ class StepLog:
         algorithm = recipe.full_algorithm
         stale = AgeStatistics.merge(report.ages.values()).kl
         _check_kl(step, max(report.statistics.kl_k3, stale), algorithm.max_kl_behavior, recipe.rollout.staleness)
+        _check_logprobs(step, report.gap)
         if algorithm.correction is None:
             alarm = self._gaps.look(report.gap)
             if alarm is not None:
@@ -155,6 +156,19 @@ def _check_kl(step: int, kl: float, limit: float | None, staleness: int) -> None
         f"{limit:g}. Lower {stale}optimizer.lr, algorithm.mini_batches or "
         "algorithm.epochs, or raise the limit."
     )
+
+
+def _check_logprobs(step: int, gap: LogprobGap) -> None:
+    """Raises an error if the log-probs that engines reported are not of the tokens they sampled, with a correction or
+    without."""
+    if gap.is_of_other_tokens:
+        raise InvariantError(
+            f"step {step}: rollout and learner log-probs differ by {gap}. No rounding does that: they are of other "
+            "tokens or of other weights than the engine says, or of another distribution (invariant: behaviour "
+            f"log-probs).\nThe event: the update of step {step}, whose groups are in the ledger. This is a defect of "
+            "Podium or of the engine: compare them with `podium verify`, and report it with the run folder. What was "
+            "committed before this step is as it should be."
+        )
 
 
 def step_view(step: int, recipe: OnPolicyRecipe, values: Mapping[str, float]) -> StepView:

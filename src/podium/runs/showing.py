@@ -239,7 +239,8 @@ def _overlap_lines(run: RunFolder) -> Iterator[str]:
     oldest = max(values.get("staleness/max", 0.0) for values in steps)
     ages = ", ".join(f"age {age} {count / total:.1%}" for age, count in sorted(tokens.items()))
     yield f"trained tokens: {ages} (oldest {oldest:.0f} versions)"
-    waits = f"wait for episodes {part('time/wait_s')}, publish {part('time/publish_s')}"
+    waits = f"wait for episodes {part('time/wait_s')}, for rewards {part('time/grade_s')}"
+    waits += f", publish {part('time/publish_s')}"
     yield f"learners: update {part('time/update_s')}, {waits}"
     yield f"generators: idle {part('rollout/idle_s')}, install weights {part('rollout/install_s')}"
     lent = [values for values in steps if "lending/tokens" in values]

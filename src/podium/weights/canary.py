@@ -39,6 +39,8 @@ def _sums(mask_T: np.ndarray, offsets: Ints) -> Ints:
 # A gap of so many times the noise floor, or of its usual size in this run, is no rounding.
 _TIMES_THE_FLOOR, _TIMES_THE_USUAL = 3.0, 4.0
 _STEPS_UNTIL_USUAL = 5
+# In nats. Neither rounding nor other kernels nor a KV cache of earlier weights make a mean of this size.
+_NO_LOGPROBS_OF_THESE_TOKENS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,12 @@ class LogprobGap:
     def exceeds(self, limits: GapLimits) -> bool:
         """Whether the gap is above its limits, or NaN."""
         return not (self.mean <= limits.mean and self.largest <= limits.largest)
+
+    @property
+    def is_of_other_tokens(self) -> bool:
+        """Whether it is so large that the behaviour log-probs cannot be those of the sampled tokens under the weights
+        that the engine named."""
+        return self.mean > _NO_LOGPROBS_OF_THESE_TOKENS
 
     def __str__(self) -> str:
         return (

@@ -16,7 +16,7 @@ from helpers.fake_roles import Bandit
 from helpers.made_batches import advantages_of
 from helpers.trials import Trial
 from podium.algorithms.statistics import PolicyStatistics
-from podium.errors import RecipeError, TrainingDivergedError
+from podium.errors import InvariantError, RecipeError, TrainingDivergedError
 from podium.roles.stages import TeacherAdvantages, TokenAdvantages
 from podium.weights.canary import LogprobGap
 
@@ -273,6 +273,17 @@ def test_a_gap_that_is_corrected_for_is_nothing_to_warn_of(tmp_path: Path) -> No
     trial.run()
 
     assert trial.console.warnings == []
+
+
+@pytest.mark.parametrize("recipe", [("steps=3",), ("steps=3", "algorithm.correction={}")])
+def test_log_probs_that_are_not_of_the_sampled_tokens_end_the_run(tmp_path: Path, recipe: tuple[str, ...]) -> None:
+    trial = Trial(tmp_path, *recipe, bandit=Bandit(reports=lambda step: _gap(1.5) if step == 2 else _gap(5e-5)))
+
+    with pytest.raises(InvariantError, match=r"step 2: .*log-probs .* 1\.5 .*invariant: behaviour log-probs"):
+        trial.run()
+
+    assert [line.step for line in trial.lines] == [1, 2]  # the step that ended it is recorded
+    assert trial.episodes("step, COUNT(*)", "GROUP BY step") == [(1, 16), (2, 16)]
 
 
 def _skipping(*steps: int) -> Any:

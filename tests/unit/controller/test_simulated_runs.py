@@ -49,6 +49,20 @@ def test_a_colocated_step_is_the_sum_of_its_phases(tmp_path: Path) -> None:
     assert metrics[2]["rollout/generated_tokens"] == 20.0
 
 
+def test_a_learner_that_waits_says_whether_for_episodes_or_for_rewards(tmp_path: Path) -> None:
+    """A step takes the 10 s of its generation: 2 s of them update, the last 3 s grade the step's only group."""
+    recipe = simulated_recipe(tmp_path, rollout={**ONE, "staleness": 1}, placement=SPLIT, steps=8)
+
+    run = simulated(recipe, replace(PLAIN, grading_s=LogNormal(median=3.0)))
+
+    metrics = metrics_by_step(run.result.folder)
+    for step in (4, 5, 6):
+        assert metrics[step]["step_s"] == pytest.approx(10.0)
+        assert metrics[step]["time/update_s"] == pytest.approx(2.0)
+        assert metrics[step]["time/wait_s"] == pytest.approx(5.0)
+        assert metrics[step]["time/grade_s"] == pytest.approx(3.0)
+
+
 @pytest.mark.parametrize("update_s", [10.0, 4.0])
 def test_with_staleness_1_a_step_takes_the_longer_phase_and_not_the_sum(tmp_path: Path, update_s: float) -> None:
     recipe = simulated_recipe(tmp_path, rollout={**ONE, "staleness": 1}, placement=SPLIT, steps=8)
