@@ -99,6 +99,7 @@ class GroupScheduler:
         self._next_group = 0
         self._offered: list[int] = []  # a heap: groups with episodes that wait for another worker
         self._due: Counter[int] = Counter()  # deadline -> groups
+        self._rooms: dict[int, bool] = {}  # deadline -> whether there is room; while groups are admitted
         self._graded: defaultdict[int, list[int]] = defaultdict(list)  # deadline -> heap of graded groups
         self._num_graded = 0
         self._free: list[tuple[float, str]] = []  # a heap of (load, worker); entries may be outdated
@@ -284,6 +285,7 @@ class GroupScheduler:
         is given out before the first step is requested: the workers that are there at the start all get a part."""
         if self._is_over or self._is_stopping or not self._has_begun:
             return
+        self._rooms.clear()
         while self._free and self._has_group():
             load, name = heapq.heappop(self._free)
             worker = self._workers.get(name)
@@ -366,7 +368,9 @@ class GroupScheduler:
     def _collect_free(self) -> None:
         """Finds all workers that may get a group."""
         self._free = [
-            (each.load, each.name) for each in self._workers.values() if each.load < 1 and not each.is_leaving
+            (len(each.running) / each.share, each.name)  # its load, without a call for each of a thousand
+            for each in self._workers.values()
+            if len(each.running) < each.share and not each.is_leaving
         ]
         heapq.heapify(self._free)
 
@@ -377,6 +381,11 @@ class GroupScheduler:
 
     def _has_room(self, deadline: int) -> bool:
         """Whether the steps have room for one more group with this deadline."""
+        if deadline not in self._rooms:
+            self._rooms[deadline] = self._find_room(deadline)
+        return self._rooms[deadline]
+
+    def _find_room(self, deadline: int) -> bool:
         if deadline <= self._started:
             return False
         later = sorted({deadline, *(each for each, count in self._due.items() if count and each > deadline)})
@@ -420,6 +429,7 @@ class GroupScheduler:
         self._groups[number] = group
         self._next_group += 1
         self._due[deadline] += 1
+        self._rooms.clear()
         return group
 
     def _nearest(self, count: int) -> list[int]:
