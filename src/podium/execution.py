@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from podium.runs.folder import RunFolder
 from podium.runs.host_memory import held_memory
 from podium.runs.lineage import NOTE, Prepared
 from podium.runs.supervised import SUPERVISION, SupervisedRun, is_restarting, predecessor_of
+from podium.runs.time_table import closing_lines
 
 # Other files of a model's folder: weights come from the checkpoint.
 _NOT_THE_TOKENIZERS = (".safetensors", ".bin", ".md", ".pt", ".pth", ".gguf")
@@ -336,7 +338,8 @@ def _control(
 
 
 def _recorded(result: RunResult) -> RunResult:
-    """The result, after its lines were added to the run's console.log."""
+    """The result with the table of the workers' time, after its lines were added to the run's console.log."""
+    result = replace(result, table=tuple(closing_lines(result.folder)))
     _log(RunFolder(path=result.folder), result.lines())
     return result
 

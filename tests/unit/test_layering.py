@@ -71,6 +71,7 @@ TORCH_FREE = (
     "roles.blocks",
     "roles.carriers",
     "roles.episode_runner",
+    "roles.episode_states",
     "roles.episode_stream",
     "roles.grader",
     "roles.grading_handle",

@@ -33,16 +33,17 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval of a worker's time, in seconds since 1970 by that worker's clock."""
+    """An interval of a worker's time, in seconds since 1970 by that worker's clock. `values`: numbers about it."""
 
     name: str
     begin_s: float
     end_s: float
     worker: WorkerId
+    values: Mapping[str, float] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Dataclasses with slots are slow to pickle, and this is in every message."""
-        return Span, (self.name, self.begin_s, self.end_s, self.worker)
+        return Span, (self.name, self.begin_s, self.end_s, self.worker, self.values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ class SpanRecorder:
         # By thread, and by task of its event loop: tasks open and close spans in any order.
         self._open: dict[tuple[int, int], list[tuple[str, float]]] = {}
         self._names: dict[int, str] = {}
-        self._done: deque[tuple[str, float, float]] = deque(maxlen=_MOST_SPANS)
+        self._done: deque[tuple[str, float, float, Mapping[str, float] | None]] = deque(maxlen=_MOST_SPANS)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -61,7 +61,15 @@ class SpanRecorder:
             mine.pop()
             if not mine:
                 self._open.pop(place, None)
-            self._done.append((path, begin_s, wall_s()))
+            self._done.append((path, begin_s, wall_s(), None))
+
+    def add(self, name: str, begin_s: float, end_s: float, values: Mapping[str, float] | None = None) -> None:
+        """Notes something that has ended, under the span that is open in this thread. What began before that one is cut
+        there."""
+        mine = self._open.get((threading.get_ident(), _task_number()))
+        path, first_s = (f"{mine[-1][0]}{NESTED}{name}", mine[-1][1]) if mine else (name, begin_s)
+        if end_s > first_s:
+            self._done.append((path, max(begin_s, first_s), end_s, values))
 
     def name_thread(self, name: str) -> None:
         """Sets the name of this thread in reports."""
@@ -70,7 +78,7 @@ class SpanRecorder:
     def drain(self, worker: WorkerId) -> tuple[Span, ...]:
         """The spans that ended since the last call."""
         done = [self._done.popleft() for _ in range(len(self._done))]  # other threads may add to it meanwhile
-        return tuple(Span(name, begin_s, end_s, worker) for name, begin_s, end_s in done)
+        return tuple(Span(name, begin_s, end_s, worker, values) for name, begin_s, end_s, values in done)
 
     def doing(self, thread: str) -> tuple[str, float]:
         """The innermost open span of a named thread and for how long it has been open; ("", 0.0) when idle."""

@@ -98,3 +98,7 @@ class WorkerContext:
     def span(self, name: str) -> AbstractContextManager[None]:
         """Accounts the time inside to `name`. The span travels with the reply and appears in the report of `where`."""
         return self.recorder.span(name)
+
+    def add_span(self, name: str, begin_s: float, end_s: float, values: Mapping[str, float] | None = None) -> None:
+        """Adds a span that has ended, by `cluster.deadlines.wall_s`, with numbers about it."""
+        self.recorder.add(name, begin_s, end_s, values)

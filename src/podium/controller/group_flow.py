@@ -14,10 +14,19 @@ from typing import Any, assert_never
 import numpy as np
 
 from podium.cluster import ObjectScope, RowRefs
+from podium.cluster.deadlines import wall_s
 from podium.controller.grading import ModelScores, failed_as_zero, model_scores, sum_rewards, without_failed
 from podium.controller.grading_queue import GradedPart
 from podium.controller.ledger import GroupRecord
-from podium.controller.open_groups import Admission, OpenGroup, SampledStep, TakeBack, schedule_settings
+from podium.controller.open_groups import (
+    Admission,
+    EndedEpisode,
+    OpenGroup,
+    SampledStep,
+    TakeBack,
+    schedule_settings,
+    slowest_episodes,
+)
 from podium.controller.parts import OnPolicyParts
 from podium.controller.schedule_audit import GroupHistory, ScheduleAudit
 from podium.controller.scheduler import GroupScheduler
@@ -247,7 +256,9 @@ class GroupFlow:
             self._groups[number] = OpenGroup(prompt=prompt, before=before)
             self._numbers[prompt.prompt_index], self._prompt_indices[number] = number, prompt.prompt_index
         together: defaultdict[tuple[str, tuple[int, ...], int], list[OpenGroup]] = defaultdict(list)
+        sent_s = wall_s()
         for admit in admits:
+            self._groups[admit.group].sent_s.update(dict.fromkeys(admit.samples, sent_s))
             together[admit.worker, admit.samples, admit.attempt].append(self._groups[admit.group])
             self._running[admit.worker] += len(admit.samples)
         return [
@@ -284,7 +295,7 @@ class GroupFlow:
         if is_returned_N.any():
             self._note_returned(rollouts.take(np.flatnonzero(is_returned_N)), worker)
             rollouts = rollouts.take(np.flatnonzero(~is_returned_N))
-        return self._note_ended(rollouts, worker) if len(rollouts) else []
+        return self._note_ended(rollouts, worker, str(block.worker)) if len(rollouts) else []
 
     def _rollouts(self, block: Block) -> Rollouts:
         """The episodes of a block with their tasks."""
@@ -307,8 +318,9 @@ class GroupFlow:
         self.num_moved += len(episodes)
         self.tell(EpisodesReturned(worker=worker, episodes=tuple(episodes)))
 
-    def _note_ended(self, rollouts: Rollouts, worker: str) -> list[Rollouts]:
+    def _note_ended(self, rollouts: Rollouts, worker: str, process: str) -> list[Rollouts]:
         self.num_ended += len(rollouts)
+        ended_s = wall_s()
         to_grade: list[Rollouts] = []
         for number in sorted({self._numbers[index] for index in rollouts.group_N.tolist()}):
             group = self._groups[number]
@@ -320,7 +332,14 @@ class GroupFlow:
                 to_grade.append(group.rollouts)
         note = rollouts.note
         for row, (index, sample, _, attempt) in enumerate(rollouts.rows.ids.array_N4.tolist()):
-            self._groups[self._numbers[index]].begun.pop(sample, None)
+            group = self._groups[self._numbers[index]]
+            group.begun.pop(sample, None)
+            group.ended.append(
+                EndedEpisode(
+                    sample=sample, tokens=int(note.sampled_N[row]), begin_s=group.sent_s.pop(sample, ended_s),
+                    end_s=ended_s, worker=process,
+                )
+            )  # fmt: skip
             self.tell(
                 EpisodeEnded(
                     group=self._numbers[index],
@@ -387,6 +406,7 @@ class GroupFlow:
             self._done.add(group.prompt.prompt_index)
             if group.prompt.prompt_index not in left:
                 self._failed.add(group.prompt.prompt_index)
+        self._parts.log.slowest(step, slowest_episodes(step, groups))
         trained = sampled.take(np.flatnonzero(~np.isin(sampled.group_N, voided))) if voided else sampled
         return SampledStep(sampled=sampled, episodes=trained)
 
@@ -441,10 +461,13 @@ class GroupFlow:
         samples = self.settings.samples
         return [number for number, group in self._groups.items() if group.scores is None and group.num_ended == samples]
 
+    def _lacks_scores(self, group: OpenGroup) -> bool:
+        return bool(self._parts.roles.reward_models) and group.scores is None
+
     def _settle(self, number: int) -> None:
         """Tells the scheduler when all episodes of a group have all their rewards."""
         group = self._groups[number]
-        if group.num_graded < self.settings.samples or (self._parts.roles.reward_models and group.scores is None):
+        if group.num_graded < self.settings.samples or self._lacks_scores(group):
             return
         recipe = self._parts.recipe
         graded, errors = sum_rewards(group.rollouts, group.rewarded(), group.scores or {}, recipe)

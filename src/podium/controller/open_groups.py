@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import heapq
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +14,25 @@ from podium.controller.grading_queue import GradedPart
 from podium.controller.scheduling import ScheduleSettings
 from podium.data.tasks import IndexedTask
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
+from podium.observe.timeline import SlowEpisode
 from podium.recipe import OnPolicyRecipe
 from podium.roles.carriers import Floats
 from podium.roles.grading_handle import Rewarded
 from podium.roles.stages import GradedRollouts, Rollouts
+
+# Of a step that are named.
+_NUM_SLOWEST = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedEpisode:
+    """When an episode was sent to its worker and came back, in seconds since 1970."""
+
+    sample: int
+    tokens: int
+    begin_s: float
+    end_s: float
+    worker: str
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -29,6 +45,8 @@ class OpenGroup:
     graded: list[GradedPart] = field(default_factory=list)
     begun: dict[int, RowRefs[TrajectoryBlock]] = field(default_factory=dict)  # by sample: tokens of a returned episode
     scores: dict[int, Floats] | None = None  # of reward models
+    sent_s: dict[int, float] = field(default_factory=dict)  # by sample: when it was sent to a worker
+    ended: list[EndedEpisode] = field(default_factory=list)
 
     @property
     def rollouts(self) -> Rollouts:
@@ -99,3 +117,18 @@ def schedule_settings(recipe: OnPolicyRecipe) -> ScheduleSettings:
         max_replaced=algorithm.num_refills * rollout.prompts_per_step,
         lends=recipe.placement.layout == "elastic",
     )
+
+
+def slowest_episodes(step: int, groups: Iterable[OpenGroup]) -> list[SlowEpisode]:
+    """The episodes that ended last. Of those that came back together, the ones that took longest come first."""
+    ended = [(group.prompt.prompt_index, each) for group in groups for each in group.ended]
+    slowest = heapq.nsmallest(
+        _NUM_SLOWEST, ended, key=lambda each: (-each[1].end_s, each[1].begin_s, -each[1].tokens, each[0])
+    )
+    return [
+        SlowEpisode(
+            step=step, group=index, sample=each.sample, tokens=each.tokens, begin_s=each.begin_s, end_s=each.end_s,
+            worker=each.worker,
+        )
+        for index, each in slowest
+    ]  # fmt: skip

@@ -26,6 +26,7 @@ from podium.controller.parts import OnPolicyParts
 from podium.controller.scheduling import LearnerIdle, Lend, Recall, StepRequested, WeightsInstalled
 from podium.controller.state import RunState
 from podium.errors import WorkerDiedError
+from podium.observe.causes import FOR_GENERATION, FOR_GRADING
 from podium.recipe import OnPolicyRecipe
 from podium.roles.episode_stream import Block, EpisodeStream, Left, Lost
 from podium.roles.interfaces import GeneratorUsage
@@ -397,10 +398,10 @@ class OverlapExecutor:
         flow, watch = self._flow, self._parts.watch
         while not self._is_step_ready():
             if flow.lacks_only_rewards:
-                with watch.span("grade"):
+                with watch.span("grade"), watch.detail(FOR_GRADING):
                     await self._until(lambda: self._is_step_ready() or not flow.lacks_only_rewards)
             else:
-                with watch.span("wait"):
+                with watch.span("wait"), watch.detail(FOR_GENERATION):
                     await self._until(lambda: self._is_step_ready() or flow.lacks_only_rewards)
 
     async def _until(self, is_so: Callable[[], bool]) -> None:

@@ -53,7 +53,9 @@ class StepLog:
     def take_spans(self) -> Sequence[Span]:
         """What the workers have done since the last call. Adds it to the timeline, with what the controller did."""
         parts, taken = self._parts, self._parts.workers.take_spans()
-        of_workers = [TimelineSpan(str(span.worker), span.name, span.begin_s, span.end_s) for span in taken]
+        of_workers = [
+            TimelineSpan(str(span.worker), span.name, span.begin_s, span.end_s, span.values) for span in taken
+        ]
         parts.log.spans([*spans_of(CONTROLLER, parts.watch), *of_workers])
         return taken
 

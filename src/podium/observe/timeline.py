@@ -2,20 +2,22 @@
 """What every process of a run did when: spans, appended to files of bounded size in the run folder.
 
 A line has spans of one process: {"worker": "rank 0", "spans": [["compute", 1.7e9, 0.25], ...]}, each with its name, its
-begin in seconds since 1970 and its length in seconds. A span inside another has both names: "update > forward"."""
+begin in seconds since 1970 and its length in seconds, and numbers about it, where it has some. A span inside another
+has both names: "update > forward". Lines of another kind name the slowest episodes of a step."""
 
 from __future__ import annotations
 
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from podium.disk import disk_fault
 from podium.observe.line_files import DiskReports, LineFile
-from podium.observe.timing import Stopwatch
+from podium.observe.timing import NESTED, Stopwatch
 
 # Bytes of one file. A full one becomes the earlier one, and the earlier one before it is lost.
 _MOST_BYTES = 32 << 20
@@ -25,6 +27,9 @@ _MOST_WAITING = 5_000
 # Lines that wait for a disk. Later spans are lost: the time of a run is worth less than its memory.
 _MOST_LINES = 1_000
 CONTROLLER = "controller"
+STEPS, TAIL = "steps", "tail"
+"""Inner spans of generators with summaries of engine steps. `tail`: at most half of the sequences are left, and none
+waits."""
 _WORKER = re.compile(r"(.+)\[(\d+)\]@.*#(\d+)")
 _RANK = re.compile(r"rank (\d+)")
 
@@ -37,6 +42,43 @@ class TimelineSpan:
     name: str
     begin_s: float
     end_s: float
+    values: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowEpisode:
+    """One of the episodes of a step that ended last."""
+
+    step: int
+    group: int  # prompt index
+    sample: int
+    tokens: int  # that were sampled
+    begin_s: float  # when it was sent to its worker
+    end_s: float  # when it came back
+    worker: str
+
+    @property
+    def seconds(self) -> float:
+        """From the moment at which it was sent to its worker."""
+        return self.end_s - self.begin_s
+
+    def __str__(self) -> str:
+        return f"group {self.group} sample {self.sample} ({self.tokens} tokens, {self.seconds:.1f} s on {self.worker})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSteps:
+    """What an engine did in an interval of about a second."""
+
+    worker: str
+    begin_s: float
+    end_s: float
+    steps: int
+    lanes: float  # sequences in a step, on average
+    generated_tokens: int
+    prefilled_tokens: int
+    prefill_s: float  # in steps that prefill, which may decode too
+    is_tail: bool  # few sequences were left, and none waited
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,25 +129,33 @@ class TimelineFile:
         self._path, self._reports, self._most_bytes, self._clock = path, reports, most_bytes, clock
         self._file = LineFile(path, reports)
         self._num_bytes = path.stat().st_size if path.exists() else 0
-        self._waiting: dict[str, list[tuple[str, float, float]]] = {}
+        self._waiting: dict[str, list[tuple[object, ...]]] = {}
+        self._slowest: list[str] = []  # lines
         self._num_waiting, self._written_s = 0, clock()
 
     def append(self, spans: Iterable[TimelineSpan]) -> None:
         """Takes spans that have ended, and writes them within about a second, with those of later calls."""
         for span in spans:
             times = (span.name, round(span.begin_s, 6), round(span.end_s - span.begin_s, 6))
-            self._waiting.setdefault(span.worker, []).append(times)
+            values = () if span.values is None else ({name: _short(each) for name, each in span.values.items()},)
+            self._waiting.setdefault(span.worker, []).append((*times, *values))
             self._num_waiting += 1
         if self._num_waiting >= _MOST_WAITING or self._clock() - self._written_s >= _WRITE_EVERY_S:
             self.write_waiting()
 
+    def append_slowest(self, step: int, episodes: Sequence[SlowEpisode]) -> None:
+        """Takes the slowest episodes of a step, and writes them with the next spans."""
+        rows = [
+            (each.group, each.sample, each.tokens, round(each.begin_s, 3), round(each.seconds, 3), each.worker)
+            for each in episodes
+        ]
+        self._slowest.append(_line({"step": step, "slowest": rows}))
+        self._num_waiting += 1
+
     def write_waiting(self) -> None:
         """Writes all spans that wait."""
-        lines = [
-            json.dumps({"worker": worker, "spans": spans}, separators=(",", ":"), ensure_ascii=False) + "\n"
-            for worker, spans in self._waiting.items()
-        ]
-        self._waiting, self._num_waiting, self._written_s = {}, 0, self._clock()
+        lines = [_line({"worker": worker, "spans": spans}) for worker, spans in self._waiting.items()] + self._slowest
+        self._waiting, self._num_waiting, self._written_s, self._slowest = {}, 0, self._clock(), []
         self._file.append(lines if self._file.num_waiting < _MOST_LINES else [])
         self._num_bytes += sum(len(line.encode()) for line in lines)
         if self._num_bytes > self._most_bytes and not self._file.num_waiting:
@@ -133,27 +183,80 @@ class TimelineFile:
         self._num_bytes = 0
 
 
+def _line(content: Mapping[str, object]) -> str:
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False) + "\n"
+
+
+def _short(value: float) -> float:
+    """Whole numbers without a fraction, others with few digits."""
+    return int(value) if float(value).is_integer() else round(value, 6)
+
+
 def read_timeline(run: Path, *, most_bytes: int | None = None) -> Iterator[TimelineSpan]:
     """All spans that the files of a run have, in the order in which each file was written, or those in the last bytes
     of the newest files. A line that a full disk or a killed process has cut is left out."""
+    for found in _lines(run, most_bytes):
+        try:
+            worker = str(found["worker"])
+            spans = [
+                TimelineSpan(worker, str(name), float(begin_s), float(begin_s) + float(length_s), _values(*values))
+                for name, begin_s, length_s, *values in found["spans"]
+            ]
+        except (ValueError, TypeError, KeyError):
+            continue
+        yield from spans
+
+
+def read_slowest(run: Path, *, most_bytes: int | None = None) -> Iterator[SlowEpisode]:
+    """The slowest episodes of every step of a controlled run, those that ended last first. A step that was repeated is
+    there twice. `most_bytes`: as in `read_timeline`."""
+    for found in _lines(run, most_bytes):
+        try:
+            step, rows = int(found["step"]), found["slowest"]
+            episodes = [
+                SlowEpisode(
+                    step=step, group=int(group), sample=int(sample), tokens=int(tokens), begin_s=float(begin_s),
+                    end_s=float(begin_s) + float(seconds), worker=str(worker),
+                )
+                for group, sample, tokens, begin_s, seconds, worker in rows
+            ]  # fmt: skip
+        except (ValueError, TypeError, KeyError):
+            continue
+        yield from episodes
+
+
+def engine_steps(spans: Iterable[TimelineSpan]) -> Iterator[EngineSteps]:
+    """Summaries of the steps of engines, which the spans of generators carry."""
+    for span in spans:
+        values, name = span.values, span.name.rpartition(NESTED)[2]
+        if values is not None and name in (STEPS, TAIL) and "steps" in values:
+            yield EngineSteps(
+                worker=span.worker, begin_s=span.begin_s, end_s=span.end_s, steps=int(values["steps"]),
+                lanes=values.get("lanes", 0.0), generated_tokens=int(values.get("generated_tokens", 0)),
+                prefilled_tokens=int(values.get("prefilled_tokens", 0)), prefill_s=values.get("prefill_s", 0.0),
+                is_tail=name == TAIL,
+            )  # fmt: skip
+
+
+def _values(values: Mapping[str, float] | None = None) -> dict[str, float] | None:
+    return None if values is None else {str(name): float(value) for name, value in values.items()}
+
+
+def _lines(run: Path, most_bytes: int | None) -> Iterator[Mapping[str, Any]]:
     newer = [timeline_file(run), *sorted(path for path in run.glob("timeline-*.jsonl") if path.suffixes == [".jsonl"])]
     for path in newer:
         for file in (earlier_file(path), path) if most_bytes is None else (path,):
             if file.is_file():
-                yield from _spans(file, file.stat().st_size if most_bytes is None else most_bytes)
+                yield from _lines_of(file, file.stat().st_size if most_bytes is None else most_bytes)
 
 
-def _spans(file: Path, most_bytes: int) -> Iterator[TimelineSpan]:
+def _lines_of(file: Path, most_bytes: int) -> Iterator[Mapping[str, Any]]:
     with file.open("rb") as lines:
         lines.seek(max(0, file.stat().st_size - most_bytes))
         for line in lines:
             try:
                 found = json.loads(line)
-                worker = str(found["worker"])
-                spans = [
-                    TimelineSpan(worker, str(name), float(begin_s), float(begin_s) + float(length_s))
-                    for name, begin_s, length_s in found["spans"]
-                ]
-            except (ValueError, TypeError, KeyError):
+            except ValueError:
                 continue
-            yield from spans
+            if isinstance(found, dict):
+                yield found

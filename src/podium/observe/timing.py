@@ -86,6 +86,17 @@ class Stopwatch:
             self._open.pop()
             self._spans.append(FinishedSpan(self._names.pop(), begin_s, self._marked_at))
 
+    @contextmanager
+    def detail(self, name: str) -> Iterator[None]:
+        """Says what happens inside the open span. The seconds stay with that one."""
+        self._settle()
+        begin_s, path = self._marked_at, f"{self._names[-1]}{NESTED}{name}" if self._names else name
+        try:
+            yield
+        finally:
+            self._settle()
+            self._spans.append(FinishedSpan(path, begin_s, self._marked_at))
+
     def take_spans(self) -> list[FinishedSpan]:
         """Spans that ended since the last call."""
         taken = list(self._spans)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -26,7 +26,7 @@ from podium.environments.episode import (
     block_of,
     run_episodes,
 )
-from podium.environments.hosted_episodes import EnvironmentHost
+from podium.environments.hosted_episodes import EnvironmentHost, HostedEnvironment
 from podium.environments.output_cap import OutputCap
 from podium.environments.transcript import TurnTokenizer, check_template, check_tools_shown
 from podium.errors import RolloutError
@@ -34,6 +34,7 @@ from podium.models.folder import local_folder
 from podium.progress import mark_progress
 from podium.recipe import EnvironmentSection, ModelSection
 from podium.roles.carriers import FINISHES, EpisodeNote, PromptShard, SamplingPlan, TurnRewards
+from podium.roles.episode_states import EpisodeStates
 from podium.roles.interfaces import EpisodeSource, Generator
 from podium.rollout.requests import Completion, Request, Sampling
 
@@ -72,6 +73,7 @@ class EpisodeRunner(EpisodeSource):
         self._tokenizer = TurnTokenizer(tokenizer, hidden_tools=spec.environment.hidden_tools)
         self._parted_stops = partial(parted_stops, tokenizer)
         self._stops = stop_tokens(tokenizer, local_folder(spec.model.path, "model.path"))
+        self._states = EpisodeStates(context)
         self._is_checked = self._uses_lent = False
         self._jobs: asyncio.Queue[EpisodeJob | None] = asyncio.Queue()
         self._abandoned = asyncio.Event()
@@ -112,13 +114,17 @@ class EpisodeRunner(EpisodeSource):
         are over."""
         blocks = self._blocks(plan)
         self._host.begin_shard()
+        self._states.begin_stream()
         try:
             while True:
                 try:
-                    yield self._loop.run_until_complete(anext(blocks))
+                    block = self._loop.run_until_complete(anext(blocks))
                 except StopAsyncIteration:
                     return
+                self._states.write()
+                yield block
         finally:
+            self._states.end_stream()
             self._loop.run_until_complete(blocks.aclose())
             self._host.end_shard()
             self._forget_jobs()
@@ -174,6 +180,7 @@ class EpisodeRunner(EpisodeSource):
                         episode = coming.result()
                         if episode is None:
                             break
+                        self._states.end_episode()
                         ready.append(episode)
                         coming = asyncio.ensure_future(anext(episodes, None))
                     if ready and time.monotonic() - sent >= _BLOCK_EVERY_S:
@@ -195,9 +202,13 @@ class EpisodeRunner(EpisodeSource):
             timeout_s=section.timeout_s,
         )
         return run_episodes(
-            self._host.make, self._jobs, policy, self._tokenizer, limits=limits, concurrency=section.concurrency,
+            self._make, self._jobs, policy, self._tokenizer, limits=limits, concurrency=section.concurrency,
             greedy=plan.temperature == 0,
         )  # fmt: skip
+
+    def _make(self) -> HostedEnvironment:
+        self._states.begin_episode()
+        return self._host.make()
 
     def _policy(self, plan: SamplingPlan) -> EnginePolicy:
         stops, strings = self._parted_stops(plan.stop)
@@ -210,6 +221,7 @@ class EpisodeRunner(EpisodeSource):
             spec.deadline_s,
             lent=None if spec.lent is None else self._context.channel(spec.lent),
             uses_lent=lambda: self._uses_lent,
+            states=self._states,
         )
 
     def _computed(self, episodes: list[Episode]) -> Computed[TrajectoryBlock]:
@@ -227,9 +239,10 @@ class EnginePolicy:
     def __init__(
         self, channel: Channel, name: str, plan: SamplingPlan, stops: frozenset[int], deadline_s: float,
         *, lent: Channel | None = None, uses_lent: Callable[[], bool] = lambda: False,
+        states: EpisodeStates | None = None,
     ) -> None:  # fmt: skip
         self._name, self._plan, self._stops, self._deadline_s = name, plan, stops, deadline_s
-        self._num_own, self._uses_lent = len(channel), uses_lent
+        self._num_own, self._uses_lent, self._states = len(channel), uses_lent, states
         self._engines = [(each, rank) for each in (channel, lent) if each is not None for rank in range(len(each))]
         self._new: list[list[Request]] = [[] for _ in self._engines]
         self._asked: list[asyncio.Event] = [asyncio.Event() for _ in self._engines]
@@ -254,7 +267,8 @@ class EnginePolicy:
         waiting: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = waiting
         self._ask(self._request(request))
-        completion = await waiting
+        with nullcontext() if self._states is None else self._states.generating():
+            completion = await waiting
         return TurnAnswer(
             tokens_L=completion.tokens_L, logprobs_L=completion.logprobs_L, versions_L=completion.versions_L,
             finish=completion.finish, error=completion.error,

@@ -16,10 +16,12 @@ from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.engine.mesh import adopt
 from podium.engine.sharding import compute_dtype
 from podium.models.causal_lm import load_config
+from podium.observe.causes import FOR_PROMPTS, FOR_REQUESTS
 from podium.progress import mark_progress
 from podium.roles.admissions import Admissions
 from podium.roles.blocks import block_of, sampled_so_far
 from podium.roles.carriers import PromptShard, Residency, SamplingPlan
+from podium.roles.engine_summaries import EngineSummaries
 from podium.roles.interfaces import Generator, GeneratorSpec, GeneratorUsage
 from podium.roles.learner import LearnerRank
 from podium.roles.mailboxes import Mailboxes
@@ -51,6 +53,7 @@ class GeneratorRank(Generator):
         self._engine: RolloutEngine = self._open()
         self._peak_tokens = 0
         self._admissions, self._mailboxes = Admissions(), Mailboxes()
+        self._summaries = EngineSummaries(context, lambda: self._engine.load())
         self._install_s = 0.0
 
     def admit(self, shard: PromptShard, plan: SamplingPlan) -> None:
@@ -77,12 +80,14 @@ class GeneratorRank(Generator):
         """Answers admitted prompts and yields episodes as they end, several at a time."""
         before, began = self._engine.load(), time.perf_counter()
         self._peak_tokens = 0
+        self._summaries.begin_stream()
         ready: list[Completion] = []
         try:
-            while self._has_work(self._admissions, "waiting for prompts"):
+            while self._has_work(self._admissions, FOR_PROMPTS):
                 mark_progress()
                 sent = time.perf_counter()
                 for answer in self._engine.results(deadline_s=self._spec.deadline_s, tick_s=_BLOCK_EVERY_S):
+                    self._summaries.look()
                     if answer is not None:
                         self._peak_tokens = max(self._peak_tokens, self._engine.load().cache_tokens_used)
                         self._admissions.end([answer.id])
@@ -93,6 +98,7 @@ class GeneratorRank(Generator):
                 if ready and not self._admissions.is_over:
                     yield self._computed(ready, ())
                     ready = []
+            self._summaries.end()
             yield self._computed(ready, self._metrics(before, time.perf_counter() - began))
         finally:
             self._admissions.reset()
@@ -105,12 +111,16 @@ class GeneratorRank(Generator):
         """Answers requests of episode runners until `stop_serving` is called."""
         before, began = self._engine.load(), time.perf_counter()
         self._peak_tokens = 0
+        self._summaries.begin_stream()
         try:
-            while self._has_work(self._mailboxes, "waiting for requests"):
+            while self._has_work(self._mailboxes, FOR_REQUESTS):
                 mark_progress()
-                for answer in self._engine.results(deadline_s=self._spec.deadline_s):
-                    self._peak_tokens = max(self._peak_tokens, self._engine.load().cache_tokens_used)
-                    self._mailboxes.deliver(answer)
+                for answer in self._engine.results(deadline_s=self._spec.deadline_s, tick_s=_BLOCK_EVERY_S):
+                    self._summaries.look()
+                    if answer is not None:
+                        self._peak_tokens = max(self._peak_tokens, self._engine.load().cache_tokens_used)
+                        self._mailboxes.deliver(answer)
+            self._summaries.end()
         except BaseException as error:
             self._mailboxes.fail(error)
             raise
@@ -119,11 +129,15 @@ class GeneratorRank(Generator):
     def _has_work(self, work: Admissions | Mailboxes, what: str) -> bool:
         """Waits for work, with a span if there is none now. False: none will come."""
         if work.is_idle:
+            self._summaries.end()
             with self._context.span(what):
                 while work.is_idle:
                     mark_progress()
                     work.wait_for_work(_IDLE_S)
-        return work.wait_for_work(0.0)
+        has_work = work.wait_for_work(0.0)
+        if has_work and not self._summaries.is_open:
+            self._summaries.begin()
+        return has_work
 
     def begin_serving(self) -> None:
         """Accepts requests of runners from now on."""
@@ -156,7 +170,8 @@ class GeneratorRank(Generator):
         """Receives and installs weights; returns the bytes received."""
         device = torch.device(self._context.device)
         delivery, began = received(transfer, device=device, link=self._context.transfer), time.perf_counter()
-        self._engine.install(transfer.version, delivery, in_flight=in_flight)
+        with self._context.span("installing weights"):  # streams go on meanwhile, and wait for it
+            self._engine.install(transfer.version, delivery, in_flight=in_flight)
         self._install_s += time.perf_counter() - began
         return delivery.moved_bytes if delivery is not None else 0
 

@@ -45,6 +45,9 @@ class Load:
     prefilled_tokens: int
     reused_tokens: int  # prompt tokens that needed no prefill
     preemptions: int
+    steps: int = 0
+    lane_steps: int = 0  # sequences that were advanced, over all steps
+    prefill_s: float = 0.0  # in steps that prefill, which may decode too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

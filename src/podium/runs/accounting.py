@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accounts the time of every worker to exactly one cause: what it did, or what the controller did while it was idle.
-Pure and torch-free.
+"""Accounts the time of every worker to exactly one cause of observe/causes.py. Pure and torch-free.
 
 A worker's time begins with the start of its run, or with its first span if it came later, and ends with the run, or
-with its last span if it was replaced. Each moment belongs to the span that began last; a moment without one is idle."""
+with its last span if it was replaced. Each moment belongs to the span that began last. What a worker waits for in a
+moment without one, or inside a call, follows from what the controller and the other workers do then."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from podium.observe.causes import FOR_RANKS, Cause, is_idle
 from podium.observe.timeline import CONTROLLER, TimelineSpan, TimelineWorker, rank_name
 from podium.observe.timing import LAUNCH, NESTED
+from podium.runs.waits import Moment, computing_cause, duties_of, moments, phase_cause, waiting_cause, waits
 
 # The processes whose launch is that of the run.
 _FIRST = (CONTROLLER, rank_name(0))
+# The span in which a rank computes a step.
+_STEP = "compute"
+# The causes of a worker may differ from its time by this share: times in a timeline are rounded.
+_ROUNDING = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +35,68 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CauseSegment:
+    """An interval of the time of one worker with its cause."""
+
+    worker: str
+    begin_s: float
+    end_s: float
+    cause: Cause
+    name: str | None  # of the span; None: the worker was in none
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the worker did nothing useful."""
+        return is_idle(self.cause)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTime:
     """Seconds of one worker by cause. They add up to its time."""
 
     worker: str
-    seconds: Mapping[str, float]
+    seconds: Mapping[Cause, float]
 
     @property
     def total_s(self) -> float:
         """All of its time."""
         return sum(self.seconds.values())
 
+    @property
+    def idle_s(self) -> float:
+        """In which it did nothing useful."""
+        return sum(spent for cause, spent in self.seconds.items() if is_idle(cause))
+
 
 def worker_times(spans: Sequence[TimelineSpan]) -> list[WorkerTime]:
-    """The time of every worker, by launches of the run: between two of them nobody had time."""
-    found: dict[str, dict[str, float]] = {}
-    for launch in _launches(spans) if spans else ():
-        for worker, seconds in _times_of(launch).items():
-            whole = found.setdefault(worker, {})
-            for cause, spent in seconds.items():
-                whole[cause] = whole.get(cause, 0.0) + spent
+    """The time of every worker by cause, over all launches of the run: between two of them nobody had time."""
+    found: dict[str, dict[Cause, float]] = {}
+    for segment in cause_segments(spans):
+        seconds = found.setdefault(segment.worker, {})
+        seconds[segment.cause] = seconds.get(segment.cause, 0.0) + segment.end_s - segment.begin_s
     return [WorkerTime(worker=worker, seconds=seconds) for worker, seconds in found.items()]
+
+
+def cause_segments(spans: Sequence[TimelineSpan]) -> Iterator[CauseSegment]:
+    """The time of every worker without gaps, one worker after the other, by launches of the run."""
+    for launch in _launches(spans) if spans else ():
+        yield from _segments_of(launch)
+
+
+def idle_segments(spans: Sequence[TimelineSpan]) -> list[CauseSegment]:
+    """When each worker was idle, and why. Neighbours with the same cause are one."""
+    found: list[CauseSegment] = []
+    for each in cause_segments(spans):
+        if not each.is_idle:
+            continue
+        last = found[-1] if found else None
+        if last is not None and (last.worker, last.cause, last.end_s) == (each.worker, each.cause, each.begin_s):
+            found[-1] = CauseSegment(
+                worker=each.worker, begin_s=last.begin_s, end_s=each.end_s, cause=each.cause, name=None
+            )
+        else:
+            found.append(each)
+    return found
 
 
 def segments(spans: Sequence[TimelineSpan], begin_s: float, end_s: float) -> Iterator[Segment]:
@@ -90,52 +137,98 @@ def _launches(spans: Sequence[TimelineSpan]) -> Iterator[_Launch]:
             yield _Launch(begin_s=min(span.begin_s for span in mine), end_s=last, spans=mine)
 
 
-def _times_of(launch: _Launch) -> dict[str, dict[str, float]]:
+def _segments_of(launch: _Launch) -> Iterator[CauseSegment]:
     by_worker: dict[str, list[TimelineSpan]] = {}
     for span in launch.spans:
         if span.name != LAUNCH:
             by_worker.setdefault(span.worker, []).append(span)
-    controlling = list(segments(by_worker.get(CONTROLLER, ()), launch.begin_s, launch.end_s))
+    _add_rank_waits(by_worker)
     last = _last_incarnations(by_worker)
-    times = {}
+    lives: dict[str, list[Segment]] = {}
     for worker, mine in by_worker.items():
         begin = launch.begin_s if TimelineWorker.of(worker).incarnation == 0 else min(span.begin_s for span in mine)
         end = launch.end_s if worker in last else min(launch.end_s, max(span.end_s for span in mine))
-        times[worker] = _by_cause(segments(mine, begin, end), () if worker == CONTROLLER else controlling)
-    return times
+        lives[worker] = list(segments(mine, begin, end))
+    controlling = lives.get(CONTROLLER, [])
+    duties = {worker: duties_of(worker, (span.name for span in mine)) for worker, mine in by_worker.items()}
+    others = {worker: (duties[worker], life) for worker, life in lives.items() if worker != CONTROLLER}
+    all_moments = list(moments([(each.begin_s, each.end_s, each.name) for each in controlling], others))
+    phases = _phases(all_moments)
+    for worker, life in lives.items():
+        duty, total_s, cuts, coarse = duties[worker], 0.0, _Cuts(all_moments), _Cuts(phases)
+        for segment in life:
+            is_wait = waits(segment.name)
+            for moment in (cuts if is_wait else coarse).of(segment):
+                if worker == CONTROLLER:
+                    cause = phase_cause(segment.name, moment.meanwhile)
+                elif segment.name is None or is_wait:
+                    cause = waiting_cause(duty, segment.name, moment.meanwhile)
+                else:
+                    cause = computing_cause(duty, segment.name, moment.meanwhile)
+                yield CauseSegment(
+                    worker=worker, begin_s=moment.begin_s, end_s=moment.end_s, cause=cause, name=segment.name
+                )
+                total_s += moment.end_s - moment.begin_s
+        whole_s = life[-1].end_s - life[0].begin_s if life else 0.0
+        assert abs(total_s - whole_s) <= _ROUNDING * whole_s + 1e-3, f"{worker}: causes of {total_s} s in {whole_s} s"
 
 
-def _by_cause(done: Iterator[Segment], controlling: Sequence[Segment]) -> dict[str, float]:
-    """Idle time is accounted to what the controller did meanwhile."""
-    seconds: dict[str, float] = {}
+def _add_rank_waits(by_worker: dict[str, list[TimelineSpan]]) -> None:
+    """Ranks of an SPMD program compute each step together: none gets further than its first collective before the last
+    one is there. Steps are counted from the end, because a file may have lost its oldest spans."""
+    steps = {
+        worker: sorted((span for span in spans if span.name == _STEP), key=lambda span: -span.begin_s)
+        for worker, spans in by_worker.items()
+        if TimelineWorker.of(worker).kind == "ranks"
+    }
+    if len(steps) < 2:
+        return
+    for together in zip(*steps.values(), strict=False):
+        last_s = max(span.begin_s for span in together)
+        if last_s >= min(span.end_s for span in together):
+            continue  # they are not of the same step
+        for span in together:
+            if span.begin_s < last_s:
+                name = f"{_STEP}{NESTED}{FOR_RANKS}"
+                by_worker[span.worker].append(TimelineSpan(span.worker, name, span.begin_s, last_s))
 
-    def add(cause: str, spent: float) -> None:
-        seconds[cause] = seconds.get(cause, 0.0) + spent
 
-    at = 0
-    for segment in done:
-        if segment.name is not None:
-            add(_cause(segment.name), segment.end_s - segment.begin_s)
-            continue
-        begin = segment.begin_s
-        while at < len(controlling) and controlling[at].end_s <= begin:
-            at += 1
-        place = at
+def _phases(all_moments: Sequence[Moment]) -> list[Moment]:
+    """Moments without what workers do: neighbours in the same phase of the controller are one."""
+    merged: list[Moment] = []
+    for each in all_moments:
+        if merged and merged[-1].meanwhile.phase == each.meanwhile.phase:
+            merged[-1] = Moment(merged[-1].begin_s, each.end_s, merged[-1].meanwhile)
+        else:
+            merged.append(each)
+    return merged
+
+
+class _Cuts:
+    """Cuts segments of one worker, in their order, at the borders of moments. What is outside of all of them is one
+    moment in which nothing is known."""
+
+    def __init__(self, all_moments: Sequence[Moment]) -> None:
+        self._moments, self._at = all_moments, 0
+
+    def of(self, segment: Segment) -> Iterator[Moment]:
+        """The parts of a segment."""
+        found, begin = self._moments, segment.begin_s
+        while self._at < len(found) and found[self._at].end_s <= begin:
+            self._at += 1
+        at = self._at
         while begin < segment.end_s:
-            if place == len(controlling):
-                add("idle", segment.end_s - begin)
-                break
-            meanwhile = controlling[place]
-            end = min(segment.end_s, meanwhile.end_s)
-            add("idle" if meanwhile.name is None else f"idle in {_cause(meanwhile.name)}", end - begin)
-            begin, place = end, place + 1
-    return seconds
-
-
-def _cause(name: str) -> str:
-    """The call that a worker got, or what it waited for inside."""
-    parts = name.split(NESTED)
-    return parts[-1] if parts[-1].startswith("waiting") else parts[0]
+            if at == len(found):
+                yield Moment(begin, segment.end_s)
+                return
+            if begin < found[at].begin_s:
+                end = min(segment.end_s, found[at].begin_s)
+                yield Moment(begin, end)
+            else:
+                end = min(segment.end_s, found[at].end_s)
+                yield Moment(begin, end, found[at].meanwhile)
+                at += 1
+            begin = end
 
 
 def _last_incarnations(workers: Iterable[str]) -> set[str]:
@@ -150,19 +243,23 @@ def _last_incarnations(workers: Iterable[str]) -> set[str]:
 
 def time_lines(times: Sequence[WorkerTime], *, most_causes: int = 5) -> list[str]:
     """A line for every kind of worker: its causes with their shares, the largest first."""
-    kinds: dict[str, list[WorkerTime]] = {}
-    for each in times:
-        kinds.setdefault(TimelineWorker.of(each.worker).kind, []).append(each)
     lines = []
-    for kind, workers in kinds.items():
-        total_s, seconds = sum(each.total_s for each in workers), dict[str, float]()
-        for each in workers:
-            for cause, spent in each.seconds.items():
-                seconds[cause] = seconds.get(cause, 0.0) + spent
-        ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    for kind, each in times_by_kind(times).items():
+        total_s = each.total_s
+        ordered = sorted(each.seconds.items(), key=lambda item: -item[1])
         shares = [
             f"{cause} {spent / total_s:.0%}" for cause, spent in ordered[:most_causes] if spent >= 0.005 * total_s
         ]
         rest = 1.0 - sum(spent for _, spent in ordered[: len(shares)]) / total_s if total_s else 0.0
         lines.append(f"{kind}: {', '.join(shares)}" + (f", other {rest:.0%}" if rest >= 0.005 else ""))
     return lines
+
+
+def times_by_kind(times: Sequence[WorkerTime]) -> dict[str, WorkerTime]:
+    """The time of all workers of each kind together, under the name of the kind."""
+    kinds: dict[str, dict[Cause, float]] = {}
+    for each in times:
+        seconds = kinds.setdefault(TimelineWorker.of(each.worker).kind, {})
+        for cause, spent in each.seconds.items():
+            seconds[cause] = seconds.get(cause, 0.0) + spent
+    return {kind: WorkerTime(worker=kind, seconds=seconds) for kind, seconds in kinds.items()}

@@ -23,7 +23,7 @@ from podium.observe import (
     open_loggers,
 )
 from podium.observe.line_files import LineFile
-from podium.observe.timeline import TimelineFile, TimelineSpan, timeline_file
+from podium.observe.timeline import SlowEpisode, TimelineFile, TimelineSpan, timeline_file
 from podium.recipe import Recipe
 from podium.runs.disk_reports import ADVICE, ConsoleDiskReports, save_failure_text
 from podium.runs.folder import RunFolder, row_lines
@@ -96,6 +96,10 @@ class RunLog:
     def spans(self, spans: Iterable[TimelineSpan]) -> None:
         """Adds spans to the timeline of the run."""
         self._timeline.append(spans)
+
+    def slowest(self, step: int, episodes: Sequence[SlowEpisode]) -> None:
+        """Adds the slowest episodes of a step to the timeline."""
+        self._timeline.append_slowest(step, episodes)
 
     def _use(self, logger: Logger, write: Callable[[], None]) -> None:
         """Writes to a logger. A fault of the disk costs it a record, and not the run."""

@@ -25,9 +25,10 @@ class RunResult:
     heldout_loss: float | None
     score: float | None
     time: TimeSummary
+    table: tuple[str, ...] = ()  # what the seconds of the workers went into
 
     def lines(self) -> list[str]:
-        """Where the time went, how the run ended, and the command that comes next."""
+        """Where the time went, how the run ended, the command that comes next, and the time of the workers."""
         spent = [f"  {line}" for line in self.time.lines()]
         if self.status == "finished":
             end = [f"finished at step {self.step}: {self.folder}", f"  export it with: podium export {self.folder} OUT"]
@@ -35,7 +36,7 @@ class RunResult:
             end = [f"stopped before the end of the first step: nothing is left of {self.folder}"]
         else:
             end = [f"stopped at step {self.step}; continue with: podium resume {self.folder}"]
-        return spent + end
+        return [*spent, *end, *self.table]
 
 
 def left_early(program: str, step: int) -> ProgramError:

@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from podium.observe.timeline import TimelineFile, TimelineSpan, earlier_file, read_timeline, spans_of, timeline_file
+from podium.observe.timeline import (
+    EngineSteps,
+    SlowEpisode,
+    TimelineFile,
+    TimelineSpan,
+    earlier_file,
+    engine_steps,
+    read_slowest,
+    read_timeline,
+    spans_of,
+    timeline_file,
+)
 from podium.observe.timing import Stopwatch, wall_clock_s
 
 
@@ -34,6 +45,33 @@ def test_spans_of_several_processes_are_read_as_they_were_written(tmp_path: Path
     another.close()
 
     assert list(read_timeline(tmp_path)) == [*spans, of_rank]
+
+
+def test_numbers_about_spans_and_the_slowest_episodes_are_read_again(tmp_path: Path) -> None:
+    values = {"steps": 12, "lanes": 3.5, "generated_tokens": 42, "prefilled_tokens": 7, "prefill_s": 0.125}
+    worker = "rollout[0]@node/cpu#0"
+    spans = [
+        TimelineSpan(worker, "generator.stream > tail", 1_700_000_000.0, 1_700_000_001.0, values),
+        TimelineSpan(worker, "generator.stream", 1_700_000_000.0, 1_700_000_002.0),
+    ]
+    episodes = [
+        SlowEpisode(step=3, group=7, sample=2, tokens=511, begin_s=1e9, end_s=1e9 + 3.25, worker=worker),
+        SlowEpisode(step=3, group=1, sample=0, tokens=4, begin_s=1e9, end_s=1e9 + 1.0, worker=worker),
+    ]
+    file = TimelineFile(timeline_file(tmp_path))
+    file.append(spans)
+    file.append_slowest(3, episodes)
+    file.close()
+
+    assert list(read_timeline(tmp_path)) == spans
+    assert list(read_slowest(tmp_path)) == episodes
+    assert str(episodes[0]) == f"group 7 sample 2 (511 tokens, 3.2 s on {worker})"
+    assert list(engine_steps(read_timeline(tmp_path))) == [
+        EngineSteps(
+            worker=worker, begin_s=1_700_000_000.0, end_s=1_700_000_001.0, steps=12, lanes=3.5, generated_tokens=42,
+            prefilled_tokens=7, prefill_s=0.125, is_tail=True,
+        )
+    ]  # fmt: skip
 
 
 def test_spans_wait_for_a_second_and_not_longer(tmp_path: Path) -> None:
@@ -76,7 +114,10 @@ def test_another_process_counts_what_an_earlier_one_wrote(tmp_path: Path) -> Non
     assert [span.name for span in read_timeline(tmp_path)] == [f"step {each}" for each in range(at + 1)]
 
 
-@pytest.mark.parametrize("damage", ["half a line", '{"worker": "rank 0"}\n', '[1, 2]\n{"spans": 3}\n', "\0\0\n"])
+@pytest.mark.parametrize(
+    "damage",
+    ["half a line", '{"worker": "rank 0"}\n', '[1, 2]\n{"spans": 3}\n', "\0\0\n", '{"step": 1, "slowest": [[1]]}\n'],
+)
 def test_damaged_lines_are_left_out(tmp_path: Path, damage: str) -> None:
     span = TimelineSpan("rank 0", "compute", 5.0, 6.0)
     file = TimelineFile(timeline_file(tmp_path))
@@ -107,6 +148,20 @@ def test_a_stopwatch_returns_its_spans_once() -> None:
         TimelineSpan("controller", "evaluation", 100.0, 103.0),
     ]
     assert spans_of("controller", watch) == []
+
+
+def test_a_detail_of_a_span_leaves_its_seconds() -> None:
+    clock = Clock()
+    watch = Stopwatch(clock)
+    with watch.span("wait"):
+        clock.now_s += 1.0
+        with watch.detail("waiting for grading"):
+            clock.now_s += 2.0
+    assert watch.seconds() == {"other": 0.0, "wait": 3.0}
+    assert spans_of("controller", watch)[1:] == [
+        TimelineSpan("controller", "wait > waiting for grading", 101.0, 103.0),
+        TimelineSpan("controller", "wait", 100.0, 103.0),
+    ]
 
 
 def test_a_stopwatch_measures_by_the_time_of_day() -> None:

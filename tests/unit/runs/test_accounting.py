@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of workers went: by hand, and as a property that nothing is lost or counted twice."""
+"""Where the time of workers went: by hand for every cause, and as a property that nothing is lost or counted twice."""
 
 from __future__ import annotations
 
@@ -7,59 +7,207 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from podium.observe.causes import CAUSES, Cause, is_idle
 from podium.observe.timeline import TimelineSpan
-from podium.runs.accounting import WorkerTime, segments, time_lines, worker_times
+from podium.runs.accounting import WorkerTime, cause_segments, idle_segments, segments, time_lines, worker_times
 
-LEARNER, GENERATOR = "train[0]@here/cpu#0", "rollout[0]@here/cpu#0"
+TRAIN, ROLLOUT, OTHER = "train[0]@here/cpu#0", "rollout[0]@here/cpu#0", "rollout[1]@here/cpu#0"
+GRADER, RUNNER = "graders[0]@here/cpu#0", "runners[0]@here/cpu#0"
+TAIL: Cause = "waiting for the tail of generation"
 
 
-def by_worker(*spans: TimelineSpan) -> dict[str, dict[str, float]]:
+def timeline(**lanes: list[tuple[str, float, float]]) -> list[TimelineSpan]:
+    """Spans by process: `controller`, `train`, `rollout`, `other`, `grader`, `runner`, from second 0 on."""
+    names = {
+        "controller": "controller", "train": TRAIN, "rollout": ROLLOUT, "other": OTHER, "grader": GRADER,
+        "runner": RUNNER,
+    }  # fmt: skip
+    spans = [TimelineSpan(names[lane], *span) for lane, some in lanes.items() for span in some]
+    return [TimelineSpan("controller", "launch", 0.0, 0.0), *spans]
+
+
+def by_worker(spans: list[TimelineSpan]) -> dict[str, dict[Cause, float]]:
     return {each.worker: dict(each.seconds) for each in worker_times(spans)}
 
 
-def test_idle_time_belongs_to_what_the_controller_did_meanwhile() -> None:
+def test_computing_is_named_by_its_phase() -> None:
     found = by_worker(
-        TimelineSpan("controller", "launch", 100.0, 100.0),
-        TimelineSpan("controller", "start-up", 100.0, 104.0),
-        TimelineSpan("controller", "rollout", 104.0, 110.0),
-        TimelineSpan("controller", "update", 110.0, 119.0),
-        TimelineSpan(GENERATOR, "generator.stream > waiting for prompts", 106.0, 107.0),
-        TimelineSpan(GENERATOR, "generator.stream", 105.0, 109.0),
-        TimelineSpan(LEARNER, "policy.update > update", 112.0, 115.0),
-        TimelineSpan(LEARNER, "policy.update", 111.0, 118.0),
-        TimelineSpan("controller", "checkpoint", 119.5, 120.0),
+        timeline(
+            controller=[("start-up", 0, 3), ("publish", 3, 4), ("rollout", 4, 8), ("grade", 8, 9), ("residency", 9, 10),
+                        ("score", 10, 11), ("update", 11, 14), ("checkpoint", 14, 15), ("evaluation", 15, 18)],
+            train=[("build policy", 0, 2), ("policy.facts", 2, 3), ("generator.share", 3, 4),
+                   ("generator.stream", 4, 8), ("reward-0.score", 8, 9), ("generator.hold", 9, 10),
+                   ("reference.score", 10, 11), ("policy.update", 11, 14), ("policy.save", 14, 15),
+                   ("generator.stream", 15, 18)],
+            grader=[("grader.grade", 6, 8), ("decoding", 8, 8.5), ("rewards", 8.5, 9), ("grader.grade", 17, 18)],
+        )
+    )  # fmt: skip
+    assert found[TRAIN] == {
+        "start-up": 3, "weights": 1, "generation": 4, "scoring": 2, "residency": 1, "update": 3, "save": 1,
+        "evaluation": 3,
+    }  # fmt: skip
+    assert found["controller"] == {
+        "start-up": 3, "weights": 1, "generation": 4, "grading": 1, "residency": 1, "scoring": 1, "update": 3,
+        "save": 1, "evaluation": 3,
+    }  # fmt: skip
+    assert found[GRADER] == {
+        "waiting for start-up": 3, "waiting for weights": 1, "waiting for the other role": 6, "grading": 3,
+        "residency": 1, "waiting for save": 1, "waiting for evaluation": 2, "evaluation": 1,
+    }  # fmt: skip
+
+
+def test_ranks_that_run_out_of_sequences_wait_for_the_tail() -> None:
+    """Both roles are on each device: there is no other role to wait for."""
+    second = "train[1]@here/cpu#0"
+    spans = timeline(
+        controller=[("rollout", 0, 10), ("update", 10, 14)],
+        train=[("generator.stream", 0, 10), ("policy.update", 10, 14)],
     )
-    assert found["controller"] == {"start-up": 4.0, "rollout": 6.0, "update": 9.0, "idle": 0.5, "checkpoint": 0.5}
-    assert found[GENERATOR] == {
-        "idle in start-up": 4.0, "idle in rollout": 2.0, "generator.stream": 3.0, "waiting for prompts": 1.0,
-        "idle in update": 9.0, "idle": 0.5, "idle in checkpoint": 0.5,
+    spans += [TimelineSpan(second, "generator.stream", 0, 4), TimelineSpan(second, "policy.update", 10, 13)]
+    found = by_worker(spans)
+    assert found[TRAIN] == {"generation": 10, "update": 4}
+    assert found[second] == {"generation": 4, TAIL: 6, "update": 3, "waiting for other ranks": 1}
+
+
+def test_a_learner_waits_for_generators_then_for_their_tail_then_for_rewards() -> None:
+    found = by_worker(
+        timeline(
+            controller=[("rollout", 0, 8), ("grade", 8, 12), ("update", 12, 15)],
+            train=[("policy.update", 12, 15)],
+            rollout=[("generator.stream > steps", 0, 5), ("generator.stream > tail", 5, 8), ("generator.stream", 0, 8)],
+            grader=[("grader.grade", 5, 12)],
+        )
+    )
+    assert found[TRAIN] == {"waiting for the other role": 5, TAIL: 3, "waiting for grading": 4, "update": 3}
+    assert found[ROLLOUT] == {"generation": 8, "waiting for grading": 4, "waiting for the other role": 3}
+
+
+def test_a_generator_without_prompts_waits_for_what_keeps_them_back() -> None:
+    waiting = "generator.stream > waiting for prompts"
+    found = by_worker(
+        timeline(
+            controller=[("wait > waiting for generation", 0, 4), ("wait > waiting for grading", 4, 6), ("wait", 0, 6),
+                        ("update", 6, 9), ("publish", 9, 10), ("wait", 10, 12)],
+            train=[("policy.update", 6, 9), ("policy.store", 9, 10)],
+            rollout=[("generator.stream > steps", 0, 2), (waiting, 2, 12), ("generator.stream", 0, 12)],
+            other=[("generator.stream > steps", 0, 4), (waiting, 4, 12), ("generator.stream", 0, 12)],
+        )
+    )  # fmt: skip
+    assert found[ROLLOUT] == {
+        "generation": 2, TAIL: 2, "waiting for grading": 2, "waiting for the other role": 3, "waiting for weights": 1,
+        "waiting for prompts": 2,
     }  # fmt: skip
-    assert found[LEARNER] == {
-        "idle in start-up": 4.0, "idle in rollout": 6.0, "policy.update": 7.0, "idle in update": 2.0, "idle": 0.5,
-        "idle in checkpoint": 0.5,
+    assert found[TRAIN] == {
+        "waiting for the other role": 2, TAIL: 2, "waiting for grading": 2, "update": 3, "weights": 1,
+        "waiting for the controller": 2,
     }  # fmt: skip
+
+
+def test_tools_are_waited_for_by_runners_generators_and_learners() -> None:
+    found = by_worker(
+        timeline(
+            controller=[("rollout", 0, 10)],
+            train=[("policy.describe", 0, 0.5)],
+            rollout=[("generator.serve > steps", 0, 3), ("generator.serve > waiting for requests", 3, 7),
+                     ("generator.serve > steps", 7, 10), ("generator.serve", 0, 10)],
+            runner=[("runner.stream > waiting for generation", 0, 3), ("runner.stream > waiting for tools", 3, 7),
+                    ("runner.stream > tail", 7, 9), ("runner.stream", 0, 10)],
+        )
+    )  # fmt: skip
+    assert found[RUNNER] == {"waiting for the other role": 3, "waiting for tools": 4, TAIL: 2, "episodes": 1}
+    assert found[ROLLOUT] == {"generation": 6, "waiting for tools": 4}
+    assert found[TRAIN] == {"weights": 0.5, "waiting for the other role": 3.5, "waiting for tools": 4, TAIL: 2}
+
+
+def test_an_install_beside_a_stream_is_time_of_the_weights() -> None:
+    found = by_worker(
+        timeline(
+            controller=[("wait", 0, 10)],
+            rollout=[("generator.stream > steps", 0, 10), ("installing weights", 4, 5), ("generator.stream", 0, 10)],
+        )
+    )
+    assert found[ROLLOUT] == {"generation": 9, "weights": 1}
+
+
+def test_everything_in_a_recovery_is_recovery() -> None:
+    found = by_worker(
+        timeline(
+            controller=[("recovery", 0, 6), ("rollout", 6, 8)],
+            train=[("build policy", 1, 3), ("policy.restore", 3, 4), ("generator.stream", 6, 8)],
+        )
+    )
+    assert found[TRAIN] == {"waiting for recovery": 6, "generation": 2}
+
+
+def test_between_phases_workers_wait_for_the_controller_and_outside_of_them_nothing_is_known() -> None:
+    found = by_worker(
+        timeline(
+            controller=[("rollout", 1, 4), ("update", 6, 8), ("my phase", 8, 9)],
+            train=[("generator.stream", 1, 4), ("policy.update", 6, 8), ("policy.mystery", 9, 10)],
+        )
+    )
+    assert found["controller"] == {"unknown": 3, "generation": 3, "control": 2, "update": 2}
+    assert found[TRAIN] == {"unknown": 3, "generation": 3, "waiting for the controller": 2, "update": 2}
+
+
+def test_a_device_that_is_lent_generates_and_changes_sides() -> None:
+    found = by_worker(
+        timeline(
+            controller=[("lend", 0, 2), ("wait", 2, 8), ("update", 8, 9)],
+            train=[("lent-generator.hold", 0, 1), ("lent-generator.stream", 2, 7), ("policy.update", 8, 9)],
+            rollout=[("generator.stream", 0, 9)],
+        )
+    )
+    assert found[TRAIN] == {"residency": 2, "generation": 5, "waiting for the other role": 1, "update": 1}
+
+
+def test_ranks_compute_and_wait_for_data_and_each_other() -> None:
+    spans = [
+        TimelineSpan("rank 0", "launch", 10.0, 10.0),
+        TimelineSpan("rank 0", "start-up", 10.0, 12.0),
+        TimelineSpan("rank 0", "data", 12.0, 13.0),
+        TimelineSpan("rank 0", "compute > waiting for other ranks", 14.0, 14.5),
+        TimelineSpan("rank 0", "compute > checkpoint", 15.0, 16.0),
+        TimelineSpan("rank 0", "compute > evaluation", 16.0, 18.0),
+        TimelineSpan("rank 0", "compute", 13.0, 18.0),
+        TimelineSpan("rank 0", "snapshot", 18.5, 19.0),
+    ]
+    assert by_worker(spans)["rank 0"] == {
+        "start-up": 2, "waiting for data": 1, "update": 1.5, "waiting for other ranks": 0.5, "save": 1.5,
+        "evaluation": 2, "unknown": 0.5,
+    }  # fmt: skip
+
+
+def test_a_rank_that_begins_a_step_early_waits_for_the_last_one() -> None:
+    """Nobody gets past the first collective of a step alone. Rank 1 has lost its first step."""
+    spans = [TimelineSpan("rank 0", "launch", 0.0, 0.0)]
+    for worker, begins in (("rank 0", (1.0, 6.0, 12.0)), ("rank 1", (8.0, 11.5))):
+        for begin in begins:
+            end = {1.0: 5.0, 6.0: 10.0, 8.0: 10.0}.get(begin, 15.0)
+            spans += [TimelineSpan(worker, "data", begin - 0.5, begin), TimelineSpan(worker, "compute", begin, end)]
+    found = by_worker(spans)
+    assert found["rank 0"] == {"waiting for data": 1.5, "update": 9.0, "waiting for other ranks": 2.0, "unknown": 2.5}
+    assert found["rank 1"]["waiting for other ranks"] == 0.5
 
 
 def test_between_two_launches_nobody_has_time() -> None:
     found = by_worker(
-        TimelineSpan("rank 0", "launch", 10.0, 10.0),
-        TimelineSpan("rank 0", "compute", 11.0, 13.0),
-        TimelineSpan("rank 0", "launch", 1_000.0, 1_000.0),
-        TimelineSpan("rank 0", "compute", 1_002.0, 1_005.0),
+        [
+            TimelineSpan("rank 0", "launch", 10.0, 10.0),
+            TimelineSpan("rank 0", "compute", 11.0, 13.0),
+            TimelineSpan("rank 0", "launch", 1_000.0, 1_000.0),
+            TimelineSpan("rank 0", "compute", 1_002.0, 1_005.0),
+        ]
     )
-    assert found == {"rank 0": {"idle": 3.0, "compute": 5.0}}
+    assert found == {"rank 0": {"unknown": 3.0, "update": 5.0}}
 
 
 def test_a_worker_that_was_replaced_has_time_until_its_last_span_and_its_successor_from_its_first() -> None:
     successor = "rollout[0]@here/cpu#1"
-    found = by_worker(
-        TimelineSpan("controller", "launch", 0.0, 0.0),
-        TimelineSpan("controller", "wait", 0.0, 20.0),
-        TimelineSpan(GENERATOR, "generator.stream", 1.0, 5.0),
-        TimelineSpan(successor, "generator.stream", 9.0, 12.0),
-    )
-    assert found[GENERATOR] == {"idle in wait": 1.0, "generator.stream": 4.0}
-    assert found[successor] == {"generator.stream": 3.0, "idle in wait": 8.0}
+    spans = timeline(controller=[("wait", 0, 20)], rollout=[("generator.stream", 1, 5)])
+    found = by_worker([*spans, TimelineSpan(successor, "generator.stream", 9.0, 12.0)])
+    assert found[ROLLOUT] == {"waiting for the controller": 1.0, "generation": 4.0}
+    assert found[successor] == {"generation": 3.0, "waiting for the controller": 8.0}
 
 
 def test_of_calls_at_the_same_time_the_one_that_began_last_counts() -> None:
@@ -69,28 +217,55 @@ def test_of_calls_at_the_same_time_the_one_that_began_last_counts() -> None:
     ]  # fmt: skip
 
 
+def test_idle_segments_are_joined_where_the_cause_stays() -> None:
+    spans = timeline(
+        controller=[("rollout", 0, 8), ("grade", 8, 9)],
+        train=[("policy.describe", 0, 1)],
+        rollout=[("generator.stream > steps", 0, 2), ("generator.stream > steps", 2, 4), ("generator.stream", 0, 8)],
+    )
+    found = [(each.begin_s, each.end_s, each.cause) for each in idle_segments(spans) if each.worker == TRAIN]
+    assert found == [(1, 8, "waiting for the other role"), (8, 9, "waiting for grading")]
+
+
 def test_a_line_for_each_kind_has_the_largest_shares() -> None:
     times = [
-        WorkerTime(worker=f"train[{at}]@here/cpu#0", seconds={"update": 6.0, "idle": 3.0, "tiny": 0.01})
+        WorkerTime(worker=f"train[{at}]@here/cpu#0", seconds={"update": 6.0, "unknown": 3.0, "save": 0.01})
         for at in range(2)
     ]
-    assert time_lines(times) == ["train: update 67%, idle 33%"]
+    assert time_lines(times) == ["train: update 67%, unknown 33%"]
     assert time_lines(times, most_causes=1) == ["train: update 67%, other 33%"]
     assert worker_times([]) == []
 
 
-NAMES = st.sampled_from(("a", "b", "a > c", "a > waiting for prompts"))
-WORKERS = st.sampled_from(("controller", LEARNER, GENERATOR, "rollout[0]@here/cpu#1"))
+def test_only_computing_is_not_idle() -> None:
+    assert {cause for cause in CAUSES if not is_idle(cause)} == {
+        "generation", "episodes", "grading", "scoring", "update", "weights", "save", "evaluation", "start-up",
+        "control",
+    }  # fmt: skip
+
+
+NAMES = st.sampled_from(
+    ("generator.stream", "generator.stream > tail", "generator.stream > waiting for prompts", "policy.update",
+     "policy.save", "grader.grade", "rewards", "a", "start-up", "wait", "wait > waiting for grading", "rollout",
+     "evaluation", "update", "recovery")
+)  # fmt: skip
+WORKERS = st.sampled_from(("controller", TRAIN, ROLLOUT, "rollout[0]@here/cpu#1", GRADER, RUNNER))
 
 
 @given(st.lists(st.tuples(WORKERS, NAMES, st.integers(0, 40), st.integers(0, 15)), min_size=1))
 def test_causes_add_up_to_the_time_of_a_worker(drawn: list[tuple[str, str, int, int]]) -> None:
     spans = [TimelineSpan(worker, name, float(begin), float(begin + length)) for worker, name, begin, length in drawn]
     begin, end = min(span.begin_s for span in spans), max(span.end_s for span in spans)
-    for each in worker_times([TimelineSpan("controller", "launch", begin, begin), *spans]):
+    launched = [TimelineSpan("controller", "launch", begin, begin), *spans]
+    for each in worker_times(launched):
         mine = [span for span in spans if span.worker == each.worker]
-        is_replaced = each.worker == GENERATOR and any("#1" in span.worker for span in spans)
+        is_replaced = each.worker == ROLLOUT and any("#1" in span.worker for span in spans)
         first = min(span.begin_s for span in mine) if "#1" in each.worker else begin
         last = max(span.end_s for span in mine) if is_replaced else end
         assert sum(each.seconds.values()) == pytest.approx(last - first)
         assert all(spent >= 0 for spent in each.seconds.values())
+        assert each.seconds.keys() <= CAUSES.keys()
+    by_time: dict[str, float] = {}
+    for piece in cause_segments(launched):  # in order, without gaps and overlaps
+        assert by_time.get(piece.worker, piece.begin_s) == piece.begin_s < piece.end_s
+        by_time[piece.worker] = piece.end_s

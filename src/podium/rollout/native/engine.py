@@ -104,7 +104,8 @@ class NativeEngine:
         self._arrivals = 0
         self._paused = self._asleep = self._closed = False
         self._refusal: str | None = None
-        self._finished = self._generated = self._prefilled = self._reused = 0
+        self._finished = self._generated = self._prefilled = self._reused = self._steps = self._lane_steps = 0
+        self._prefill_s = 0.0
 
     # Requests
 
@@ -308,6 +309,9 @@ class NativeEngine:
             prefilled_tokens=self._prefilled,
             reused_tokens=self._reused,
             preemptions=self._scheduler.preemptions,
+            steps=self._steps,
+            lane_steps=self._lane_steps,
+            prefill_s=self._prefill_s,
         )
 
     def close(self) -> None:
@@ -329,6 +333,7 @@ class NativeEngine:
         tokens that the host has seen, so that a caller can fix the cause and continue."""
         if self._model.training:
             self._model.eval()
+        began_s = time.monotonic()
         try:
             plan = self._scheduler.plan()
             while isinstance(plan, Drain):
@@ -341,6 +346,9 @@ class NativeEngine:
             self._note(plan)
             self._launched.append(_Launched(plan, self._version, self._runner.run(plan)))
             self._take_in(lag=self._runner.lag)
+            self._steps += 1
+            self._lane_steps += len(plan.sample_rows)
+            self._prefill_s += time.monotonic() - began_s if plan.chunks or plan.admitted else 0.0
         except BaseException:
             self._launched.clear()
             self._scheduler.restart(self._sequences.values())

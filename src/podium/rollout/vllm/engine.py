@@ -78,6 +78,7 @@ class VllmEngine:
         self._refusal: str | None = None  # why the weights in place must not sample
         self._failure: str | None = None  # the error that broke the engine for good
         self._finished = self._generated = self._prefilled = self._reused = self._preemptions = 0
+        self._steps = self._lane_steps = 0
         self._engine = make_engine(settings)
         self._capacity = self._measure()
 
@@ -218,6 +219,8 @@ class VllmEngine:
                 prefilled_tokens=self._prefilled,
                 reused_tokens=self._reused,
                 preemptions=self._preemptions + state.preemptions,
+                steps=self._steps,
+                lane_steps=self._lane_steps,
             )
 
     def close(self) -> None:
@@ -279,6 +282,8 @@ class VllmEngine:
         except Exception as error:
             self._failure = f"vLLM failed within a step ({type(error).__name__}: {error})"
             self._require_open()
+        self._steps += 1
+        self._lane_steps += len(outputs)
         for output in outputs:
             if (answer := self._by_handle.get(output.request_id)) is not None:
                 self._advance(answer, output)
