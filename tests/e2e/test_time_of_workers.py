@@ -6,13 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from helpers.on_policy import rl_recipe
+from helpers.times import largest_wait, times_of
 from helpers.workspace import Workspace
-from podium.observe.causes import Cause, is_idle
 from podium.observe.timeline import engine_steps, read_slowest, read_timeline
-from podium.runs.accounting import WorkerTime, times_by_kind, worker_times
 
 SLOW_REWARD = """
 import time
@@ -44,26 +41,6 @@ class Turns:
         done = not self.is_long
         return Outcome(messages=[] if done else [{"role": "user", "content": "on"}], reward=1.0, done=done)
 """
-
-
-def times_of(run: Path) -> dict[str, WorkerTime]:
-    """By kind of worker. The causes of each worker add up to the time from the launch to the last span, and almost all
-    of it is known."""
-    spans = list(read_timeline(run))
-    times = worker_times(spans)
-    whole_s = max(span.end_s for span in spans) - min(span.begin_s for span in spans)
-    for each in times:
-        assert each.total_s == pytest.approx(whole_s, rel=0.005), each.worker
-        assert each.seconds.get("unknown", 0.0) < 0.02 * whole_s, each
-    return times_by_kind(times)
-
-
-def largest_wait(time: WorkerTime) -> Cause:
-    """What a kind of worker waited for most, but for the start of the run."""
-    waits = {
-        cause: spent for cause, spent in time.seconds.items() if is_idle(cause) and cause != "waiting for start-up"
-    }
-    return max(waits, key=lambda cause: waits[cause])
 
 
 def trained(workspace: Workspace, **changes: Any) -> Path:

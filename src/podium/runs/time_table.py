@@ -11,8 +11,8 @@ from podium.observe.causes import Cause
 from podium.observe.timeline import CONTROLLER, SlowEpisode, TimelineWorker, read_slowest, read_timeline
 from podium.runs.accounting import WorkerTime, times_by_kind, worker_times
 
-# Of each timeline file: some minutes of a large run, read in a quarter of a second.
-_MOST_BYTES = 1 << 20
+# Of all timeline files together: the last minutes of a large run.
+_MOST_BYTES = 1 << 19
 # Shorter runs have no table.
 _SHORTEST_S = 5.0
 _MOST_ROWS = 6
@@ -26,7 +26,8 @@ def closing_lines(run: Path) -> list[str]:
     """The table of a run that has ended, and the slowest episodes where workers waited for them. Nothing for a short
     run, and nothing if the timeline cannot be read: the run itself has ended well."""
     try:
-        times = worker_times(list(read_timeline(run, most_bytes=_MOST_BYTES)))
+        most_bytes = _MOST_BYTES // max(1, len(list(run.glob("timeline*.jsonl"))))
+        times = worker_times(list(read_timeline(run, most_bytes=most_bytes)))
         if max((each.total_s for each in times), default=0.0) < _SHORTEST_S:
             return []
         return [*table_lines(times), *_slowest_lines(run, times)]

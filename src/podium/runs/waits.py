@@ -4,9 +4,10 @@ do at the same time. Pure and torch-free."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Flag, auto
+from functools import cache
 from typing import Final, Protocol
 
 from podium.observe.causes import FOR_GRADING, FOR_PROMPTS, FOR_RANKS, FOR_REQUESTS, FOR_TOOLS, Cause
@@ -49,20 +50,18 @@ _PHASES: Final[Mapping[str, tuple[Cause, Cause | None]]] = {
 _GENERATING: Final = frozenset({"rollout", "wait", "drain"})
 
 
-class Activity(Flag):
-    """What is going on somewhere in the run."""
+class Activity:
+    """What is going on somewhere in the run: bits of a number. (Those of the enum module take ten times as long.)"""
 
-    GENERATING = auto()
-    TAIL = auto()  # a generator has few sequences left
-    OUT = auto()  # a generator has nothing to generate
-    TOOLS = auto()  # a runner waits for tools only
-    RUNNER_TAIL = auto()
-    GRADING = auto()
-    LEARNING = auto()
-    WEIGHTS = auto()
-
-
-_NOTHING: Final = Activity(0)
+    NOTHING: Final = 0
+    GENERATING: Final = 1
+    TAIL: Final = 2  # a generator has few sequences left
+    OUT: Final = 4  # a generator has nothing to generate
+    TOOLS: Final = 8  # a runner waits for tools only
+    RUNNER_TAIL: Final = 16
+    GRADING: Final = 32
+    LEARNING: Final = 64
+    WEIGHTS: Final = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +81,7 @@ class Meanwhile:
 
     phase: str | None = None
     detail: str | None = None
-    activity: Activity = _NOTHING
+    activity: int = Activity.NOTHING  # all bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +116,13 @@ def duties_of(worker: str, names: Iterable[str]) -> Duties:
     )
 
 
+@cache
 def waits(name: str | None) -> bool:
     """Whether a process in this span, or in none, has nothing to do."""
     return name is None or name.rpartition(NESTED)[2].startswith("waiting") or _is_runner_tail(name)
 
 
+@cache
 def computing_cause(duties: Duties, name: str, meanwhile: Meanwhile) -> Cause:
     """What a worker in a span that is no wait computes."""
     cause = _cause_of(name)
@@ -137,6 +138,7 @@ def computing_cause(duties: Duties, name: str, meanwhile: Meanwhile) -> Cause:
 _EVALUATED: Final = frozenset({"generation", "episodes", "grading", "scoring"})
 
 
+@cache
 def waiting_cause(duties: Duties, name: str | None, meanwhile: Meanwhile) -> Cause:
     """What a worker without work waits for. `name`: of the span in which it says that it waits."""
     own = None if name is None else name.rpartition(NESTED)[2]
@@ -152,15 +154,16 @@ def waiting_cause(duties: Duties, name: str | None, meanwhile: Meanwhile) -> Cau
     if duties.plays:
         return _of_runner(own, meanwhile)
     if duties.grades:
-        is_spare = Activity.GRADING in meanwhile.activity and not _is_generating(meanwhile)
+        is_spare = meanwhile.activity & Activity.GRADING and not _is_generating(meanwhile)
         return "waiting for grading" if is_spare else "waiting for the other role"
-    if own == FOR_REQUESTS and Activity.TOOLS in meanwhile.activity:
+    if own == FOR_REQUESTS and meanwhile.activity & Activity.TOOLS:
         return "waiting for tools"
     if meanwhile.phase in _GENERATING or meanwhile.phase == "grade":
         return _while_generating(duties, own, meanwhile)
     return _while_learning(duties, own, meanwhile)
 
 
+@cache
 def phase_cause(name: str | None, meanwhile: Meanwhile) -> Cause:
     """The time of the controller: the phase that it directs."""
     if name is None:
@@ -180,19 +183,20 @@ def moments(
     if not named:
         return
     first_s, last_s = controlling[named[0]][0], controlling[named[-1]][1]
-    changes: list[tuple[float, int, Activity]] = []  # when, which worker, what it does from then on
+    changes: list[tuple[float, int, int]] = []  # when, which worker, what it does from then on
     for number, (duties, life) in enumerate(others.values()):
-        before: Activity | None = None
+        before: int | None = None
         for interval in life:
             now = _activity(duties, interval.name)
             if now != before:
                 changes.append((interval.begin_s, number, now))
             before = now
         if life:
-            changes.append((life[-1].end_s, number, _NOTHING))
+            changes.append((life[-1].end_s, number, Activity.NOTHING))
     changes.sort(key=lambda change: change[0])
-    counts: dict[Activity, int] = dict.fromkeys(Activity, 0)
-    doing: dict[int, Activity] = {}
+    counts: defaultdict[int, int] = defaultdict(int)  # by activity: workers
+    doing: dict[int, int] = {}  # by worker: its activity
+    activity = Activity.NOTHING
     at, last = 0, None
     for begin_s, end_s, name in controlling:
         if end_s <= first_s or begin_s >= last_s:
@@ -201,19 +205,17 @@ def moments(
         while begin_s < end_s:
             while at < len(changes) and changes[at][0] <= begin_s:
                 _, number, now = changes[at]
-                for each in doing.get(number, _NOTHING):
-                    counts[each] -= 1
-                for each in now:
-                    counts[each] += 1
+                before_it = doing.get(number, Activity.NOTHING)
                 doing[number] = now
+                counts[before_it] -= 1
+                counts[now] += 1
+                if not counts[before_it]:
+                    activity &= ~before_it
+                activity |= now
                 at += 1
             until_s = min(end_s, changes[at][0]) if at < len(changes) else end_s
-            activity = _NOTHING
-            for each, count in counts.items():
-                if count:
-                    activity |= each
-            meanwhile = Meanwhile(phase, detail or None, activity)
-            if last is not None and last.meanwhile == meanwhile:
+            meanwhile = _meanwhile(phase, detail or None, activity)
+            if last is not None and last.meanwhile is meanwhile:
                 last = Moment(last.begin_s, until_s, meanwhile)
             else:
                 if last is not None:
@@ -227,15 +229,21 @@ def moments(
 # --- internals ---
 
 
-def _activity(duties: Duties, name: str | None) -> Activity:
+@cache
+def _meanwhile(phase: str, detail: str | None, activity: int) -> Meanwhile:
+    return Meanwhile(phase, detail, activity)
+
+
+@cache
+def _activity(duties: Duties, name: str | None) -> int:
     """What the others see of a worker."""
     if name is None:
-        return Activity.OUT if duties.generates else _NOTHING
+        return Activity.OUT if duties.generates else Activity.NOTHING
     role, own = name.partition(".")[0], name.rpartition(NESTED)[2]
     if duties.plays:
-        return {FOR_TOOLS: Activity.TOOLS, TAIL: Activity.RUNNER_TAIL}.get(own, _NOTHING)
+        return {FOR_TOOLS: Activity.TOOLS, TAIL: Activity.RUNNER_TAIL}.get(own, Activity.NOTHING)
     if own.startswith("waiting"):
-        return Activity.OUT if duties.generates else _NOTHING
+        return Activity.OUT if duties.generates else Activity.NOTHING
     if role in _GENERATORS and _cause_of(name) == "generation":
         return Activity.TAIL if own == TAIL else Activity.GENERATING
     match _cause_of(name):
@@ -248,9 +256,10 @@ def _activity(duties: Duties, name: str | None) -> Activity:
         case "weights":
             return Activity.WEIGHTS
         case _:
-            return _NOTHING
+            return Activity.NOTHING
 
 
+@cache
 def _cause_of(name: str) -> Cause:
     """Of a span that is no wait: its innermost part that says something."""
     for part in reversed(name.split(NESTED)):
@@ -280,13 +289,13 @@ def _is_generating(meanwhile: Meanwhile) -> bool:
     return bool(meanwhile.activity & (Activity.GENERATING | Activity.TAIL))
 
 
-def _is_tail(activity: Activity) -> bool:
+def _is_tail(activity: int) -> bool:
     """Whether the last episodes run: some generators have nothing to do any more, or few sequences."""
-    if Activity.RUNNER_TAIL in activity:
+    if activity & Activity.RUNNER_TAIL:
         return True
-    if Activity.GENERATING in activity and Activity.TOOLS not in activity:
-        return Activity.OUT in activity
-    return Activity.TAIL in activity
+    if activity & Activity.GENERATING and not activity & Activity.TOOLS:
+        return bool(activity & Activity.OUT)
+    return bool(activity & Activity.TAIL)
 
 
 def _of_runner(own: str | None, meanwhile: Meanwhile) -> Cause:
@@ -305,18 +314,18 @@ def _while_generating(duties: Duties, own: str | None, meanwhile: Meanwhile) -> 
     activity = meanwhile.activity
     if meanwhile.phase == "grade" or meanwhile.detail == FOR_GRADING:
         return "waiting for grading"
-    if own == FOR_REQUESTS and Activity.RUNNER_TAIL not in activity and _is_generating(meanwhile):
+    if own == FOR_REQUESTS and not activity & Activity.RUNNER_TAIL and _is_generating(meanwhile):
         return "waiting for tools"  # those of the episodes that it has cached; other generators have requests
     if _is_generating(meanwhile):
         is_tail = duties.generates or _is_tail(activity) or meanwhile.phase == "drain"
         return "waiting for the tail of generation" if is_tail else "waiting for the other role"
-    if Activity.TOOLS in activity:
+    if activity & Activity.TOOLS:
         return "waiting for tools"
-    if Activity.RUNNER_TAIL in activity:
+    if activity & Activity.RUNNER_TAIL:
         return "waiting for the tail of generation"
-    if Activity.GRADING in activity:
+    if activity & Activity.GRADING:
         return "waiting for grading"
-    if Activity.WEIGHTS in activity:
+    if activity & Activity.WEIGHTS:
         return "waiting for weights"
     return "waiting for prompts" if own == FOR_PROMPTS else "waiting for the controller"
 
@@ -324,10 +333,10 @@ def _while_generating(duties: Duties, own: str | None, meanwhile: Meanwhile) -> 
 def _while_learning(duties: Duties, own: str | None, meanwhile: Meanwhile) -> Cause:
     """While the run scores, updates or does nothing with workers, one that has nothing to do."""
     activity = meanwhile.activity
-    if duties.learns and Activity.LEARNING in activity:
+    if duties.learns and activity & Activity.LEARNING:
         return "waiting for other ranks"
-    if Activity.LEARNING in activity or (meanwhile.phase and duties.generates and not duties.learns):
+    if activity & Activity.LEARNING or (meanwhile.phase and duties.generates and not duties.learns):
         return "waiting for the other role"
     if own == FOR_PROMPTS:
         return "waiting for prompts"
-    return "waiting for weights" if Activity.WEIGHTS in activity else "waiting for the controller"
+    return "waiting for weights" if activity & Activity.WEIGHTS else "waiting for the controller"

