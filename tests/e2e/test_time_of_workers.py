@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from helpers.on_policy import rl_recipe
 from helpers.times import largest_wait, times_of
 from helpers.workspace import Workspace
@@ -95,3 +97,11 @@ def test_one_long_episode_is_named(workspace: Workspace) -> None:
     slowest = {each.step: each for each in reversed(list(read_slowest(run)))}
     assert {step: each.group for step, each in slowest.items()} == {1: 2, 2: 6}
     assert slowest[2].tokens > 20
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_ranks_of_an_spmd_program_are_accounted(workspace: Workspace, ranks: int) -> None:
+    assert workspace.podium("train", workspace.recipe(steps=6, placement={"devices": ranks})).code == 0
+    by_kind = times_of(workspace.path / "runs" / "sums")
+    assert by_kind.keys() == {"ranks"}
+    assert by_kind["ranks"].seconds.keys() >= {"start-up", "update", "waiting for data", "save"}

@@ -47,7 +47,9 @@ def table_lines(times: Sequence[WorkerTime]) -> list[str]:
             spent[cause] = spent.get(cause, 0.0) + seconds
     ordered = sorted(spent, key=lambda cause: -spent[cause])
     causes = [cause for cause in ordered[:_MOST_ROWS] if spent[cause] >= 0.005 * sum(spent.values())]
-    rows = [(cause, [each.seconds.get(cause, 0.0) for each in kinds]) for cause in causes]
+    rows: list[tuple[str, list[float]]] = [
+        (cause, [each.seconds.get(cause, 0.0) for each in kinds]) for cause in causes
+    ]
     rest = [each.total_s - sum(each.seconds.get(cause, 0.0) for cause in causes) for each in kinds]
     if sum(rest) >= 0.005 * sum(spent.values()):
         rows.append(("other", rest))
@@ -55,8 +57,8 @@ def table_lines(times: Sequence[WorkerTime]) -> list[str]:
     width = max(len("seconds of workers"), *(len(name) for name, _ in rows))
     titles = [f"{each.worker} x{counts[each.worker]}" for each in kinds]
     lines = [f"  {'seconds of workers':<{width}}" + "".join(f" {title:>11}" for title in titles)]
-    for name, seconds in [*rows, ("idle", idle)]:
-        cells = [_cell(part, each.total_s) for part, each in zip(seconds, kinds, strict=True)]
+    for name, parts in [*rows, ("idle", idle)]:
+        cells = [_cell(part, each.total_s) for part, each in zip(parts, kinds, strict=True)]
         lines.append(f"  {name:<{width}}" + "".join(f" {cell:>11}" for cell in cells))
     return lines
 

@@ -104,6 +104,7 @@ def _spans(spans: Sequence[TimelineSpan], prefix: str, tracks: _Tracks, begin_s:
             yield {
                 "ph": "X", "name": span.name.rpartition(NESTED)[2], "cat": "span", **place,
                 "ts": _us(span.begin_s - begin_s), "dur": _us(span.end_s - span.begin_s),
+                **({} if span.values is None else {"args": span.values}),
             }  # fmt: skip
 
 
