@@ -396,6 +396,7 @@ class OverlapExecutor:
     async def _until_step_is_ready(self) -> None:
         """What the learner waits for is accounted apart: episodes, or only their rewards."""
         flow, watch = self._flow, self._parts.watch
+        self._raise_error()
         while not self._is_step_ready():
             if flow.lacks_only_rewards:
                 with watch.span("grade"), watch.detail(FOR_GRADING):
