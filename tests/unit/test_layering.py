@@ -15,7 +15,7 @@ import podium
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
     "errors", "disk", "importing", "progress", "recipe", "observe", "algorithms", "data", "environments", "models",
-    "engine", "weights", "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "checks",
+    "engine", "weights", "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "planning", "checks",
     "pipeline_checks", "python_hints", "python_objects", "recipe_arguments", "generating", "execution", "evaluating",
     "replaying", "drafting", "trying", "api", "commands", "cli", "supervising",
 )  # fmt: skip
@@ -30,6 +30,7 @@ TORCH_FREE = (
     "runs",
     "data",
     "environments",
+    "planning",
     "checks",
     "pipeline_checks",
     "python_hints",
@@ -49,6 +50,7 @@ TORCH_FREE = (
     "spmd.on_ray",
     "models.adapter_folder",
     "models.folder",
+    "models.cost",
     "models.cpu_settings",
     "algorithms.advantages",
     "algorithms.kl",
@@ -63,6 +65,7 @@ TORCH_FREE = (
     "weights.canary",
     "weights.weight_transfers",
     "weights.versions",
+    "rollout.native.sizing",
     "rollout.requests",
     "rollout.engine",
     "rollout.jobs",
@@ -92,7 +95,7 @@ TORCH_FREE = (
 )
 # Rooms that are torch-free but for these files, and files that importing a torch-free one of their room runs too.
 NOT_TORCH_FREE = ("cluster.rendezvous",)
-FREE_PACKAGES = ("algorithms", "spmd", "models", "engine", "weights", "rollout", "roles", "programs")
+FREE_PACKAGES = ("algorithms", "spmd", "models", "engine", "weights", "rollout", "rollout.native", "roles", "programs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floating-point operations of a model, from its own shape: attention, windows, experts and frozen parts included."""
+"""Floating-point operations of a model, from its own shape: attention, windows, experts and frozen parts included.
+Torch-free until it is given a model."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from podium.data.costs import AttentionCost, SequenceCost
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from podium.models.attention import plain_attention, varlen_attention
-from podium.rollout.native.cache import KEY_MULTIPLE, LayerCache
+from podium.rollout.native.cache import LayerCache
+from podium.rollout.native.sizing import KEY_MULTIPLE
 
 # Query rows of one call. Torch's fused kernel works on blocks of 32 and more rows, so an even count leaves two or none
 # behind the last block. Written-out attention takes a naive product below some 400 multiplications; four rows of 16

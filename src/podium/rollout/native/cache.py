@@ -17,9 +17,6 @@ from podium.models.causal_lm import PackedCausalLM
 from podium.rollout.native.block_manager import BlockCopy
 from podium.rollout.native.slots import Arrangement
 
-# Floats of the widest vector of any CPU (AVX-512): attention reads keys in multiples of it.
-KEY_MULTIPLE = 16
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the engine's sizes (blocks, rows and the longest sequence) from the recipe and the free memory. Pure."""
+"""Chooses the engine's sizes (blocks, rows and the longest sequence) from the recipe and the free memory. Pure and
+torch-free."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from dataclasses import dataclass
 
 from podium.errors import RolloutError
 from podium.recipe import EngineSection
-from podium.rollout.native.cache import KEY_MULTIPLE
 
 GIB = 1 << 30
+# Floats of the widest vector of any CPU (AVX-512): attention reads keys in multiples of it.
+KEY_MULTIPLE = 16
 _CUDA_SHARE = 0.8
 _CPU_GIB = 2.0
 _CUDA_PAGE = 64
