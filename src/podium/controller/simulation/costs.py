@@ -77,7 +77,8 @@ class GroupCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """All costs of a simulated run. Graders are never short: an episode's grading begins when it ends."""
+    """All costs of a simulated run. With `graders`, each of them grades one episode at a time, in the order in which
+    they end, and the others wait."""
 
     generation: GenerationCost
     answer_tokens: LogNormal
@@ -88,6 +89,7 @@ class CostModel:
     save_s: float = 0.0  # of one checkpoint
     start_s: float = 0.0  # of a worker's process, also of one that replaces another
     uniform_share: float = 0.0  # groups whose rewards are all equal
+    graders: int | None = None  # None: never short, an episode's grading begins when it ends
 
     def group(self, number: int, samples: int, seed: int) -> GroupCosts:
         """The costs of a group, the same for a seed whatever the layout and the schedule."""

@@ -6,6 +6,7 @@ says, and learn nothing. Methods that wait are asynchronous: the cluster awaits 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import shutil
 from collections.abc import AsyncIterator, Mapping
@@ -208,11 +209,12 @@ class SimulatedLearner(Learner):
 
 
 class SimulatedGrader(Grader):
-    """Episodes of a batch are graded at the same time. Every second sample of a group is right, unless the group is
-    uniform: then all are."""
+    """Episodes of a batch are graded at the same time, or one after the other where the costs count graders. Every
+    second sample of a group is right, unless the group is uniform: then all are."""
 
     def __init__(self, context: WorkerContext, spec: GraderSpec, costs: RunCosts) -> None:
         self._worker, self._rewards, self._costs = context.worker, spec, costs
+        self._turn = asyncio.Lock()
 
     def close(self) -> None:
         """It has no processes."""
@@ -222,11 +224,15 @@ class SimulatedGrader(Grader):
         return GraderFacts(inputs=("sample",))
 
     async def grade(self, shard: GradeShard, purpose: Purpose) -> GradeNote:  # type: ignore[override]
-        """Waits for the slowest grading of the batch."""
+        """Waits for the slowest grading of the batch, or for all of them after those of earlier batches."""
         samples = self._costs.samples
         rows = [(self._costs.group(id.prompt_index), id.sample) for id in shard.ids]
-        seconds = max((group.grading_s[sample % samples] for group, sample in rows), default=0.0)
-        await self._costs.work(self._worker, seconds)
+        gradings_s = [group.grading_s[sample % samples] for group, sample in rows]
+        if self._costs.model.graders is None:
+            await self._costs.work(self._worker, max(gradings_s, default=0.0))
+        else:
+            async with self._turn:
+                await self._costs.work(self._worker, sum(gradings_s))
         rewards_N = np.array([1.0 if group.is_uniform else float(sample % 2) for group, sample in rows])
         sections = self._rewards.rewards if purpose == "train" else self._rewards.evaluation
         columns = sum(not isinstance(section, ModelReward) for section in sections)

@@ -135,6 +135,7 @@ class SimulatedGenerator(Generator):
             return []
         self._advance()
         ends_s = device.next_end_s()
+        is_idle = ends_s is None and device.pause is None  # until something changes
         self._changed.clear()
         try:
             if not self._ended:
@@ -145,7 +146,7 @@ class SimulatedGenerator(Generator):
             if not self._ended:  # a rounding error
                 self._ended.append(device.end_next())
         finally:
-            if ends_s is None and device.pause is None:
+            if is_idle:
                 self._idle_s += self._clock() - began_s
         ended, self._ended = self._ended, []
         return ended

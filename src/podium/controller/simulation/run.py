@@ -87,6 +87,7 @@ class _Simulation:
         self._now_s = 0.0
         self._generators: dict[str, Generator] = {}
         self._groups: dict[int, _Group] = {}
+        self._graders = [0.0] * (costs.graders or 0)  # a heap: when each has graded what it was given
         self._version = 0  # of the learner: the number of updates
         self._switched_s = 0.0  # colocated: when the devices generate again
         self._trained: list[tuple[int, ...]] = []
@@ -237,7 +238,7 @@ class _Simulation:
         ended = ended.after(group.begun.pop(sequence.sample, None))
         group.version_sum += ended.version_sum
         group.oldest = ended.oldest if group.oldest is None else min(group.oldest, ended.oldest)
-        group.graded_s = max(group.graded_s, self._now_s + group.costs.grading_s[sequence.sample])
+        group.graded_s = max(group.graded_s, self._grading_ends_s(group.costs.grading_s[sequence.sample]))
         event = EpisodeEnded(
             group=sequence.group, attempt=sequence.attempt, sample=sequence.sample, worker=generator.name,
             oldest=ended.oldest, newest=ended.newest,
@@ -322,6 +323,14 @@ class _Simulation:
         self._tell(WeightsInstalled(worker=generator.name, version=version))
 
     # --- graders and the learner ---
+
+    def _grading_ends_s(self, seconds: float) -> float:
+        """When the grading of an episode ends that ended now: on the grader that is free first, if they are counted."""
+        if not self._graders:
+            return self._now_s + seconds
+        ends_s = max(self._now_s, self._graders[0]) + seconds
+        heapq.heapreplace(self._graders, ends_s)
+        return ends_s
 
     def _graded(self, number: int) -> None:
         self._meter.num_grading -= 1

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a configuration of a run would do: its step time by phase, its idle devices by cause, and what the run costs.
+Everything is simulated with the real scheduler over a model of costs. Torch-free."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Literal
+
+from podium.controller.scheduling import OnNewWeights, ScheduleSettings
+from podium.controller.simulation.costs import CostModel, DeviceLayout, GroupCosts, LogNormal
+from podium.controller.simulation.report import SimulationReport
+from podium.controller.simulation.run import simulate
+
+LayoutName = Literal["colocated", "split", "elastic"]
+LAYOUTS: tuple[LayoutName, ...] = ("colocated", "split", "elastic")
+# The controller gives an engine a quarter more episodes than it has lanes.
+_AHEAD = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """What a plan may change. `graders` counts only where each grades one episode at a time."""
+
+    layout: LayoutName
+    devices: int
+    rollout_devices: int | None = None  # None: colocated
+    staleness: int = 0
+    lanes: int = 64
+    graders: int = 1
+
+    @property
+    def name(self) -> str:
+        """Layout with its devices, and the staleness where there is any."""
+        devices = f"{self.devices}" if self.rollout_devices is None else f"{self.rollout_devices}:{self.num_learners}"
+        return f"{self.layout} {devices}" + (f", staleness {self.staleness}" if self.staleness else "")
+
+    @property
+    def num_learners(self) -> int:
+        """Devices that learn."""
+        return self.devices - (self.rollout_devices or 0)
+
+    def changes_to(self, other: Configuration) -> dict[str, tuple[str, str]]:
+        """Keys of the recipe that differ, each with its value here and there."""
+        pairs = {
+            "placement.devices": (self.devices, other.devices),
+            "placement.layout": (self.layout, other.layout),
+            "placement.rollout_devices": (self.rollout_devices, other.rollout_devices),
+            "rollout.staleness": (self.staleness, other.staleness),
+            "rollout.max_running": (self.lanes, other.lanes),
+            "grading.workers": (self.graders, other.graders),
+        }
+        return {key: (str(old), str(new)) for key, (old, new) in pairs.items() if old != new and new is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What stays as it is whatever the configuration: the batch, and what is not part of a step."""
+
+    groups_per_step: int
+    samples: int
+    steps: int  # of the whole run
+    on_new_weights: OnNewWeights = "keep"
+    replaces_uniform: bool = False
+    max_replaced: int = 0
+    start_s: float = 0.0  # of the whole run
+    outside_s: float = 0.0  # of checkpoints and evaluations, for each step
+    layouts: tuple[LayoutName, ...] = LAYOUTS  # that the recipe allows
+    most_staleness: int | None = None  # that the recipe allows; None: any
+
+    @property
+    def episodes(self) -> int:
+        """Of one step."""
+        return self.groups_per_step * self.samples
+
+    def allows(self, configuration: Configuration) -> bool:
+        """Whether the recipe can have it."""
+        limit = self.most_staleness
+        return configuration.layout in self.layouts and (limit is None or configuration.staleness <= limit)
+
+    def smaller(self, factor: int) -> Workload:
+        """With so many times fewer groups."""
+        return replace(
+            self, groups_per_step=self.groups_per_step // factor, max_replaced=-(-self.max_replaced // factor)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCosts(CostModel):
+    """Groups have the lengths of recorded ones: seed 0 repeats them in their order, others draw from them."""
+
+    groups: tuple[tuple[float, ...], ...]
+
+    def group(self, number: int, samples: int, seed: int) -> GroupCosts:
+        """The lengths of a recorded group, with gradings of the distribution."""
+        rng = Random((seed << 40) + number)
+        drawn = rng.randrange(len(self.groups))
+        lengths = self.groups[drawn if seed else number % len(self.groups)]
+        return GroupCosts(
+            tokens=tuple(max(1.0, lengths[sample % len(lengths)]) for sample in range(samples)),
+            grading_s=tuple(self.grading_s.sample(rng) for _ in range(samples)),
+            is_uniform=rng.random() < self.uniform_share,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Of one configuration: means over all simulated steps. Phases add up to `step_s`: those that the devices of a
+    colocated layout go through, or else the update and what the learner waits for."""
+
+    configuration: Configuration
+    step_s: float
+    spread_s: float  # standard deviation between seeds
+    phases: Mapping[str, float]
+    generator_idle: Mapping[str, float]  # cause -> share of the generators' time
+    learner_idle: Mapping[str, float]
+    idle: float  # share of the time of all devices
+    tokens_s: float  # trained, of all devices
+    staleness_mean: float
+    gpu_hours: float  # of the whole run, with its start and what is between steps
+
+    @property
+    def largest_idle(self) -> tuple[str, str, float] | None:
+        """Who waits most, for what, and for which share of its time; None if nobody does."""
+        causes = [("generators", cause, share) for cause, share in self.generator_idle.items()]
+        causes += [("learners", cause, share) for cause, share in self.learner_idle.items()]
+        return max(causes, key=lambda each: each[2], default=None)
+
+
+def predict(
+    costs: CostModel, workload: Workload, configuration: Configuration, *,
+    seeds: Sequence[int] = (1, 2, 3), steps: int = 6, most_episodes: int | None = None,
+) -> Prediction:  # fmt: skip
+    """Simulates `steps` steps for every seed, after those that fill the pipeline. `most_episodes`: of one step; a
+    larger batch is simulated as a part of it on the same part of the devices."""
+    factor = 1 if most_episodes is None else _replica(workload, configuration, most_episodes)
+    reports = [_simulated(costs, workload, configuration, seed, steps, factor) for seed in seeds]
+    seconds = [report.step_s for report in reports]
+    step_s = statistics.fmean(seconds)
+    idle_s = [_idle_by_cause(report) for report in reports]
+    generator_idle, learner_idle = (_mean_shares([each[side] for each in idle_s]) for side in (0, 1))
+    whole_s = workload.start_s + workload.steps * (step_s + workload.outside_s)
+    return Prediction(
+        configuration=configuration,
+        step_s=step_s,
+        spread_s=statistics.stdev(seconds) if len(seconds) > 1 else 0.0,
+        phases=_phases(step_s, configuration, costs, factor, reports, generator_idle, learner_idle),
+        generator_idle=generator_idle,
+        learner_idle=learner_idle,
+        idle=statistics.fmean(report.idle_share for report in reports),
+        tokens_s=factor * statistics.fmean(report.tokens_s for report in reports),
+        staleness_mean=statistics.fmean(report.staleness_mean for report in reports),
+        gpu_hours=configuration.devices * whole_s / 3600,
+    )
+
+
+def simulated_report(
+    costs: CostModel, workload: Workload, configuration: Configuration, *, seed: int, steps: int, warm_up: int,
+    cool_down: int,
+) -> SimulationReport:  # fmt: skip
+    """One simulation of a configuration: `steps` are measured after `warm_up`."""
+    schedule = ScheduleSettings(
+        steps=warm_up + steps + cool_down,
+        groups_per_step=workload.groups_per_step,
+        samples=workload.samples,
+        staleness=configuration.staleness,
+        on_new_weights=workload.on_new_weights if configuration.staleness else "recompute",
+        replaces_uniform=workload.replaces_uniform,
+        max_replaced=workload.max_replaced,
+        lends=configuration.layout == "elastic",
+    )
+    lanes = configuration.lanes
+    layout = DeviceLayout(
+        devices=configuration.devices, rollout_devices=configuration.rollout_devices, lanes=lanes,
+        ahead=-(-lanes // _AHEAD),
+    )  # fmt: skip
+    if costs.graders is not None:
+        costs = replace(costs, graders=configuration.graders)
+    return simulate(schedule, costs, layout, seed=seed, warm_up=warm_up, cool_down=cool_down, audited=False)
+
+
+def _simulated(
+    costs: CostModel, workload: Workload, configuration: Configuration, seed: int, steps: int, factor: int
+) -> SimulationReport:
+    if factor > 1:
+        graders = max(1, configuration.graders // factor)
+        costs = _slower_grading(costs, graders * factor / configuration.graders)
+        workload = workload.smaller(factor)
+        rollout_devices = configuration.rollout_devices
+        configuration = replace(
+            configuration, devices=configuration.devices // factor, graders=graders,
+            rollout_devices=None if rollout_devices is None else rollout_devices // factor,
+        )  # fmt: skip
+    staleness = configuration.staleness
+    warm_up, cool_down = (staleness + 2, staleness + 1) if configuration.layout != "colocated" else (1, 1)
+    return simulated_report(
+        costs, workload, configuration, seed=seed, steps=steps, warm_up=warm_up, cool_down=cool_down
+    )
+
+
+def _replica(workload: Workload, configuration: Configuration, most_episodes: int) -> int:
+    """How many times smaller a simulation may be: a power of two that divides devices and groups."""
+    numbers = [workload.groups_per_step, configuration.devices]
+    numbers += [] if configuration.rollout_devices is None else [configuration.rollout_devices]
+    factor = 1
+    while workload.episodes / factor > most_episodes and all(each % (2 * factor) == 0 for each in numbers):
+        factor *= 2
+    return factor
+
+
+def _slower_grading(costs: CostModel, factor: float) -> CostModel:
+    """Fewer graders than a part of them would be have to be faster: as many gradings a second stay."""
+    if costs.graders is None or factor == 1:
+        return costs
+    grading = costs.grading_s
+    slower = LogNormal(median=grading.median * factor, sigma=grading.sigma, cap=grading.cap * factor)
+    return replace(costs, grading_s=slower)
+
+
+def _idle_by_cause(report: SimulationReport) -> tuple[dict[str, float], dict[str, float]]:
+    """Shares of the time of generators and of learners."""
+    layout, seconds = report.layout, report.seconds
+    generators = {cause: idle / (layout.num_generators * seconds) for cause, idle in report.generator_idle_s.items()}
+    learners = {cause: idle / (layout.num_learners * seconds) for cause, idle in report.learner_idle_s.items()}
+    return dict(generators), dict(learners)
+
+
+def _mean_shares(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    causes = sorted({cause for each in shares for cause in each})
+    means = {cause: statistics.fmean(each.get(cause, 0.0) for each in shares) for cause in causes}
+    return {cause: share for cause, share in means.items() if share > 1e-9}
+
+
+def _phases(
+    step_s: float, configuration: Configuration, costs: CostModel, factor: int, reports: Sequence[SimulationReport],
+    generator_idle: Mapping[str, float], learner_idle: Mapping[str, float],
+) -> dict[str, float]:  # fmt: skip
+    """Seconds of a step. What a lent device of the learner generates is part of the wait for generation."""
+    if configuration.rollout_devices is None:
+        tokens = statistics.fmean(report.trained_tokens / report.steps for report in reports)
+        update_s = costs.update.update_s(tokens, configuration.devices // factor)
+        waits = {cause: share * step_s for cause, share in generator_idle.items()}
+        generation_s = max(0.0, step_s - update_s - sum(waits.values()))
+        return {"generation": generation_s, **waits, "update": update_s}
+    waits = {cause: share * step_s for cause, share in learner_idle.items() if cause != "generation"}
+    if configuration.layout == "elastic":  # lent devices are idle only where they have nothing to generate
+        tokens = statistics.fmean(report.trained_tokens / report.steps for report in reports)
+        update_s = min(step_s, costs.update.update_s(tokens, configuration.num_learners // factor))
+        return {"generation": max(0.0, step_s - update_s - sum(waits.values())), **waits, "update": update_s}
+    generation_s = learner_idle.get("generation", 0.0) * step_s
+    return {"generation": generation_s, **waits, "update": step_s - generation_s - sum(waits.values())}

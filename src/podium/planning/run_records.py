@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run has recorded of its time: steps, lengths of its episodes, and what its graders did. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from podium.controller.layout import num_learners
+from podium.controller.ledger import LEDGER_FILE
+from podium.errors import RunFolderError
+from podium.observe import read_metrics
+from podium.observe.timeline import CONTROLLER, TimelineSpan, read_timeline
+from podium.planning.prediction import LAYOUTS, Configuration, LayoutName, Workload
+from podium.recipe import ExpertIterationRecipe, OnPolicyRecipe, Recipe
+from podium.runs.folder import RunFolder, is_pipeline_folder
+
+# Steps that are measured, at least: less says nothing of their spread.
+_FEWEST_STEPS = 3
+# The newest ones count: a run's answers become longer.
+_MOST_STEPS = 64
+# Episodes whose lengths are kept.
+_MOST_GROUPS = 4_096
+# Of the timeline: as much as is read in a second.
+_TIMELINE_BYTES = 8 << 20
+_GRADE = "grader.grade"
+# Episodes that an engine runs at the same time, where the recipe does not say it.
+_LANES = {"cpu": 64, "auto": 256, "cuda": 256}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecords:
+    """Steps of a steady run: without the first, in which processes start and a pipeline fills, and without the last of
+    a run with staleness, in which nothing more is generated."""
+
+    path: Path
+    recipe: OnPolicyRecipe
+    steps: tuple[Mapping[str, float], ...]  # metrics of each
+    first: int  # number of the first of them
+    groups: tuple[tuple[float, ...], ...]  # sampled tokens of each episode, in the order of the run's prompts
+    num_before: int  # steps whose groups are the first of these: they fill the pipeline of a simulation
+    gradings: Mapping[str, Sequence[TimelineSpan]]  # by grader, in these steps
+    start_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step."""
+        return statistics.fmean(self.values("step_s"))
+
+    @property
+    def num_episodes(self) -> float:
+        """Graded episodes of a step, on average."""
+        return statistics.fmean(self.values("episodes"))
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether a step generates, and then learns from that."""
+        return any("time/rollout_s" in values for values in self.steps)
+
+    def values(self, name: str) -> list[float]:
+        """One metric of all steps; 0 where a step has none."""
+        return [values.get(name, 0.0) for values in self.steps]
+
+    def configuration(self) -> Configuration:
+        """What the run was."""
+        return configuration_of(self.recipe)
+
+    def workload(self) -> Workload:
+        """Its batch, and what was between its steps."""
+        outside = [sum(self.values(f"time/{name}_s")) for name in ("checkpoint", "evaluation")]
+        return workload_of(self.recipe, start_s=self.start_s, outside_s=sum(outside) / len(self.steps))
+
+
+def read_records(path: Path) -> RunRecords:
+    """The records of a run on Ray or inline. Raises a RunFolderError for one that has too few steps."""
+    folder = opened(path)
+    recipe = folder.recipe(needs_environment=False)
+    if not isinstance(recipe, OnPolicyRecipe):
+        raise RunFolderError(f"{path} is a run of {recipe.program}, which generates nothing.")
+    lines = step_lines(folder)
+    staleness = recipe.rollout.staleness
+    begin, end = 1 + staleness, len(lines) - staleness
+    if end - begin < _FEWEST_STEPS:
+        needed = _FEWEST_STEPS + 1 + 2 * staleness
+        raise RunFolderError(
+            f"{path} has {len(lines)} steps, and a plan needs {needed}: the first ones fill the pipeline. Let it train "
+            "longer."
+        )
+    begin = max(begin, end - _MOST_STEPS)
+    kept = lines[begin:end]
+    spans = list(read_timeline(path, most_bytes=_TIMELINE_BYTES))
+    is_synchronous = any("time/rollout_s" in values for _, values in kept)
+    num_before = 0 if is_synchronous else min(begin, staleness + 1)
+    groups = _groups(path, lines[begin - num_before][0], lines[-1][0])
+    started = sum(span.end_s - span.begin_s for span in spans if (span.worker, span.name) == (CONTROLLER, "start-up"))
+    return RunRecords(
+        path=path,
+        recipe=recipe,
+        steps=tuple(values for _, values in kept),
+        first=kept[0][0],
+        groups=groups,
+        num_before=num_before,
+        gradings=_gradings(spans, len(kept), skipped=len(lines) - end),
+        start_s=started,
+    )
+
+
+def opened(path: Path) -> RunFolder:
+    """The folder of one run."""
+    if path.is_dir() and is_pipeline_folder(path):
+        raise RunFolderError(f"{path} is a pipeline. Give the folder of one of its stages, for example {path}/NAME.")
+    return RunFolder.open(path)
+
+
+def step_lines(folder: RunFolder) -> list[tuple[int, Mapping[str, float]]]:
+    """Number and metrics of all steps."""
+    lines = read_metrics(folder.metrics_file) if folder.metrics_file.is_file() else []
+    return [(line.step, line.values) for line in lines if "step_s" in line.values]
+
+
+def configuration_of(recipe: OnPolicyRecipe) -> Configuration:
+    """What a plan may change, as the recipe has it."""
+    placement = recipe.placement
+    apart = placement.devices - num_learners(recipe)
+    return Configuration(
+        layout=placement.layout,
+        devices=placement.devices,
+        rollout_devices=apart or None,
+        staleness=recipe.rollout.staleness,
+        lanes=recipe.rollout.max_running or _LANES[placement.device],
+        graders=recipe.grading.workers,
+    )
+
+
+def workload_of(recipe: OnPolicyRecipe, *, start_s: float = 0.0, outside_s: float = 0.0) -> Workload:
+    """The batch of a recipe, and which layouts it can have."""
+    rollout, algorithm = recipe.rollout, recipe.full_algorithm
+    return Workload(
+        groups_per_step=rollout.prompts_per_step,
+        samples=rollout.samples_per_prompt,
+        steps=recipe.steps,
+        on_new_weights=rollout.on_new_weights,
+        replaces_uniform=algorithm.dynamic_sampling,
+        max_replaced=algorithm.num_refills * rollout.prompts_per_step,
+        start_s=start_s,
+        outside_s=outside_s,
+        layouts=tuple(layout for layout in LAYOUTS if _allows(recipe, layout)),
+        most_staleness=0 if isinstance(recipe, ExpertIterationRecipe) or rollout.offload_optimizer else None,
+    )
+
+
+def _allows(recipe: OnPolicyRecipe, layout: LayoutName) -> bool:
+    rollout = recipe.rollout
+    if layout == "split":
+        return True
+    if rollout.engine == "vllm":
+        return False
+    lends = not (recipe.reward_models or rollout.on_new_weights == "finish" or rollout.offload_optimizer)
+    return layout == "colocated" or lends
+
+
+def _groups(path: Path, first: int, last: int) -> tuple[tuple[float, ...], ...]:
+    """Lengths of the episodes of these steps, by group; empty without a ledger."""
+    file = path / LEDGER_FILE
+    if not file.is_file():
+        return ()
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as ledger:
+            rows = ledger.execute(
+                "SELECT prompt_index, tokens FROM episodes WHERE step BETWEEN ? AND ? AND state != 'failed' "
+                "ORDER BY prompt_index, sample, attempt",
+                (first, last),
+            ).fetchall()
+    except sqlite3.DatabaseError:
+        return ()
+    groups: dict[int, list[float]] = {}
+    for index, tokens in rows:
+        groups.setdefault(index, []).append(float(tokens))
+    return tuple(tuple(lengths) for lengths in groups.values())[:_MOST_GROUPS]
+
+
+def _gradings(spans: Sequence[TimelineSpan], count: int, skipped: int) -> dict[str, list[TimelineSpan]]:
+    """What graders did in `count` steps before the last `skipped` ones, by the ends of updates."""
+    ends = sorted(span.end_s for span in spans if (span.worker, span.name) == (CONTROLLER, "update"))
+    ends = ends[: len(ends) - skipped] if skipped else ends
+    begin_s, end_s = (ends[-count - 1], ends[-1]) if len(ends) > count else (float("-inf"), float("inf"))
+    found: dict[str, list[TimelineSpan]] = {}
+    for span in spans:
+        if span.name == _GRADE and begin_s <= span.begin_s < end_s:
+            found.setdefault(span.worker, []).append(span)
+    return found
+
+
+def program_of(folder: RunFolder) -> Recipe:
+    """The recipe of a run, also where its environment variables are missing."""
+    return folder.recipe(needs_environment=False)
