@@ -135,8 +135,11 @@ def predict(
     seeds: Sequence[int] = (1, 2, 3), steps: int = 6, most_episodes: int | None = None,
 ) -> Prediction:  # fmt: skip
     """Simulates `steps` steps for every seed, after those that fill the pipeline. `most_episodes`: of one step; a
-    larger batch is simulated as a part of it on the same part of the devices."""
+    larger batch is simulated as a part of it on the same part of the devices. Where there are too few devices for that,
+    their time is linear in the groups of a step, and is extrapolated from smaller batches."""
     factor = 1 if most_episodes is None else _replica(workload, configuration, most_episodes)
+    if most_episodes is not None and workload.episodes // factor > 2 * most_episodes:
+        return _extrapolated(costs, workload, configuration, seeds, steps, most_episodes * factor)
     reports = [_simulated(costs, workload, configuration, seed, steps, factor) for seed in seeds]
     seconds = [report.step_s for report in reports]
     step_s = statistics.fmean(seconds)
@@ -155,6 +158,27 @@ def predict(
         staleness_mean=statistics.fmean(report.staleness_mean for report in reports),
         gpu_hours=configuration.devices * whole_s / 3600,
     )
+
+
+def _extrapolated(
+    costs: CostModel, workload: Workload, configuration: Configuration, seeds: Sequence[int], steps: int, episodes: int
+) -> Prediction:
+    """From batches of so many episodes, and of half of them."""
+    count = max(2, episodes // workload.samples)
+    large, small = (
+        predict(costs, replace(workload, groups_per_step=each), configuration, seeds=seeds, steps=steps)
+        for each in (count, count // 2)
+    )
+    more = workload.groups_per_step - count
+    step_s = large.step_s + more * max(0.0, large.step_s - small.step_s) / (count - count // 2)
+    factor = step_s / large.step_s
+    whole_s = workload.start_s + workload.steps * (step_s + workload.outside_s)
+    return replace(
+        large, step_s=step_s, spread_s=factor * large.spread_s,
+        phases={phase: factor * seconds for phase, seconds in large.phases.items()},
+        tokens_s=large.tokens_s * workload.groups_per_step / count / factor,
+        gpu_hours=configuration.devices * whole_s / 3600,
+    )  # fmt: skip
 
 
 def simulated_report(
