@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory a recipe takes on each device, phase by phase and by named terms, before anything runs. Torch-free.
+
+It follows what the engines allocate: engine/sharding.py (weights and masters), engine/train_step.py (gradients),
+engine/optimizer.py (moments), models/head.py (logits by chunks), rollout/native/sizing.py (KV cache) and
+weights/whole_copy.py (weights of generators)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from podium.controller.layout import longest_sequence, num_learners, reference_is_base
+from podium.controller.phases import LENT, who_leaves
+from podium.errors import PodiumError, RecipeError, RolloutError
+from podium.planning.activations import activation_bytes, head_bytes, layer_bytes
+from podium.planning.devices import GIB, Device
+from podium.planning.model_shape import ModelShape, shape_of
+from podium.recipe import (
+    DistillRecipe,
+    DpoRecipe,
+    ModelSection,
+    OnPolicyRecipe,
+    Recipe,
+    RewardModelRecipe,
+    SpmdRecipe,
+)
+from podium.roles.interfaces import MICRO_BATCH, POLICY
+from podium.rollout.native.sizing import choose_sizes
+
+Place = Literal["learner", "generator"]
+_MASTER_BYTES = 4  # masters, moments and sums of gradients are float32
+# A CUDA context with its libraries and graphs, and a Python process with torch, before they hold any tensor of a run.
+CONTEXT_BYTES = {"cuda": int(0.8 * GIB), "cpu": int(0.45 * GIB)}
+# Predictions are this good; what exceeds the memory by less is said and not refused.
+TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTerm:
+    """Bytes with a name."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseMemory:
+    """What one device holds at the peak of a phase."""
+
+    phase: str
+    place: Place
+    terms: tuple[MemoryTerm, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return sum(term.num_bytes for term in self.terms)
+
+    @property
+    def largest(self) -> tuple[MemoryTerm, ...]:
+        """The three largest terms."""
+        return tuple(sorted(self.terms, key=lambda term: -term.num_bytes)[:3])
+
+    def of(self, name: str) -> int:
+        """Bytes of the term with this name; 0 if there is none."""
+        return sum(term.num_bytes for term in self.terms if term.name == name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """The phases of a run on their devices. On CPU all workers share the memory, and phases are sums over them."""
+
+    device: Device
+    phases: tuple[PhaseMemory, ...]
+    host: tuple[MemoryTerm, ...]  # host memory beside a GPU, and snapshots, which are left out where they do not fit
+
+    @property
+    def peak(self) -> PhaseMemory:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda phase: phase.num_bytes)
+
+    @property
+    def share(self) -> float:
+        """Of the device's memory, at the peak."""
+        return self.peak.num_bytes / self.device.memory_bytes
+
+    @property
+    def cannot_fit(self) -> bool:
+        """Whether even a prediction that is too high by its tolerance would not fit."""
+        return self.share > 1.0 + TOLERANCE
+
+    def lines(self) -> list[str]:
+        """One line for each phase, and one for the host."""
+        lines = [
+            f"memory, {each.phase} ({each.place}): {_gib(each.num_bytes)} of {_gib(self.device.memory_bytes)}: "
+            f"{_listed(sorted(each.terms, key=lambda term: -term.num_bytes))}"
+            for each in self.phases
+        ]
+        return lines if not self.host else [*lines, f"memory of the host: {_listed(self.host)}"]
+
+
+def memory_of(recipe: Recipe, device: Device) -> MemoryPlan:
+    """The memory of a run. Raises UnsupportedModelError where the shape of a model is not known."""
+    needs = _Needs(recipe, device)
+    phases = needs.on_policy() if isinstance(recipe, OnPolicyRecipe) else needs.spmd()
+    return MemoryPlan(device=device, phases=tuple(phases), host=tuple(needs.host()))
+
+
+def refusal(plan: MemoryPlan, recipe: Recipe) -> RecipeError | None:
+    """Why a run cannot fit, with the largest terms and what to change; None if it can."""
+    if not plan.cannot_fit:
+        return None
+    peak, device = plan.peak, plan.device
+    what = "this machine's memory" if device.kind == "cpu" else f"a {device.name}"
+    return RecipeError(
+        f"placement.devices: the run cannot fit {what} of {_gib(device.memory_bytes)}. Its {peak.phase} "
+        f"({peak.place}) takes about {_gib(peak.num_bytes)}, most of it {_listed(peak.largest)}. "
+        f"{_advice(peak, recipe, device)} If it runs on another device than was found here, name it with --device."
+    )
+
+
+def _advice(peak: PhaseMemory, recipe: Recipe, device: Device) -> str:
+    names = {term.name for term in peak.largest}
+    advice: list[str] = []
+    if "activations" in names and recipe.model.activation_checkpointing == "none":
+        advice.append("set model.activation_checkpointing to layers")
+    if names & {"activations", "logits"}:
+        advice.append("lower micro_batch_tokens")
+    if "KV cache" in names:
+        advice.append("lower rollout.memory_gib")
+    state = {"weights", "optimizer moments", "float32 masters", "gradients"}
+    if names & state and recipe.model.lora is None:
+        advice.append("train an adapter (model.lora)")
+    if names & state and device.kind == "cuda":
+        advice.append("shard over more placement.devices")
+    return f"To make it smaller: {', or '.join(advice)}." if advice else "It needs a device with more memory."
+
+
+class _Needs:
+    """Bytes of one recipe on one kind of device."""
+
+    def __init__(self, recipe: Recipe, device: Device) -> None:
+        self._recipe, self._device = recipe, device
+        self._cuda = device.kind == "cuda"
+        self._itemsize = _itemsize(recipe.model, device)
+        self._world = num_learners(recipe) if isinstance(recipe, OnPolicyRecipe) else recipe.placement.devices
+        self._shape = shape_of(recipe.model)
+        if isinstance(recipe, RewardModelRecipe):
+            self._shape = self._shape.with_labels(1)
+        self._step_tokens = self._tokens_of_a_step()
+        limit = recipe.micro_batch_tokens or MICRO_BATCH[device.kind]
+        self._tokens = min(limit, self._step_tokens)
+        # On CPU every worker's memory counts, because they share it.
+        self._workers = 1 if self._cuda else self._world
+
+    def spmd(self) -> list[PhaseMemory]:
+        """Training, with the models beside it."""
+        recipe, frozen = self._recipe, self._frozen_models()
+        divergence = isinstance(recipe, DistillRecipe)
+        terms = [*self._state(self._shape), *frozen, *self._update_terms(self._shape, divergence=divergence)]
+        return [self._phase("training step", "learner", terms, self._workers)]
+
+    def on_policy(self) -> list[PhaseMemory]:
+        """Rollout, scores and update, each with what the roles hold in it."""
+        recipe = self._recipe
+        assert isinstance(recipe, OnPolicyRecipe)
+        layout, ranks = recipe.placement.layout, self._world
+        state, frozen, critic = self._state(self._shape), self._frozen_models(), self._critic()
+        offloadable = _named(state, "optimizer moments", "float32 masters")
+        leaving = who_leaves(
+            (POLICY, "generator", LENT, "critic", "reference"),
+            colocated=layout == "colocated",
+            optimizer_bytes=sum(term.num_bytes for term in offloadable),
+            device_bytes=self._device.memory_bytes if self._cuda else 0,
+            offload_optimizer=recipe.rollout.offload_optimizer,
+        )
+        away = POLICY in leaving
+        kept = [term for term in state if not (away and term in offloadable)]
+        beside = [] if away else [*frozen, *critic]
+        own = [MemoryTerm(name="weights", num_bytes=self._shape.num_parameters * self._itemsize)]
+        sleeps = bool(leaving & {"generator", LENT})
+        phases: list[PhaseMemory] = []
+        cache_while_learning: list[MemoryTerm] = []
+        if layout == "split":
+            terms = self._with_cache(own)
+            phases.append(self._phase("rollout", "generator", terms, self._generators(recipe)))
+        else:
+            copies = [] if ranks == 1 else [MemoryTerm(name="weight copies", num_bytes=own[0].num_bytes)]
+            terms = self._with_cache([*kept, *beside, *copies])
+            phases.append(self._phase("rollout", "learner", terms, self._workers))
+            if not sleeps:
+                cache_while_learning = [*copies, *_named(terms, "KV cache")]
+            if layout == "elastic":
+                own_terms = self._with_cache(own)
+                phases.append(self._phase("rollout", "generator", own_terms, self._generators(recipe)))
+        update = [*state, *frozen, *critic, *cache_while_learning, *self._update_terms(self._shape)]
+        phases.append(self._phase("update", "learner", update, self._workers))
+        if not self._cuda and layout != "colocated":  # one machine's memory holds both sides at the same time
+            phases = [self._together(phases)]
+        return phases
+
+    def host(self) -> list[MemoryTerm]:
+        """Host memory of one machine that is not a device's: snapshots of the last two steps, and what is offloaded."""
+        recipe, shape = self._recipe, self._shape
+        restarts = recipe.placement.restarts  # type: ignore[attr-defined]
+        snapshots = recipe.keeps_snapshots if isinstance(recipe, OnPolicyRecipe) else restarts > 0
+        if not snapshots:
+            return []
+        saved = shape.trained_parameters if shape.has_adapter else shape.num_parameters
+        one = 3 * _MASTER_BYTES * saved
+        return [MemoryTerm(name="snapshots of two steps, if they fit", num_bytes=2 * one)]
+
+    # Terms
+
+    def _state(self, shape: ModelShape) -> list[MemoryTerm]:
+        """Weights, masters and moments of a trained model on one rank."""
+        trained, frozen = shape.of_rank(self._world, trained=True), shape.of_rank(self._world, trained=False)
+        sharded = self._world > 1
+        weight = _MASTER_BYTES if sharded else self._itemsize  # sharded parameters are their own masters
+        terms = [MemoryTerm(name="weights", num_bytes=trained * weight + frozen * self._itemsize)]
+        if not sharded and self._itemsize != _MASTER_BYTES:
+            terms.append(MemoryTerm(name="float32 masters", num_bytes=trained * _MASTER_BYTES))
+        return [*terms, MemoryTerm(name="optimizer moments", num_bytes=2 * _MASTER_BYTES * trained)]
+
+    def _update_terms(self, shape: ModelShape, *, divergence: bool = False) -> list[MemoryTerm]:
+        """What an update needs beyond weights and moments, at the larger of its two peaks: at the head of the last
+        micro-batch, where all activations are kept; or at the end of its backward pass, where they have become
+        gradients."""
+        itemsize, tokens, compiled = self._itemsize, self._tokens, self._is_compiled
+        checkpointed = self._recipe.model.activation_checkpointing == "layers"
+        length = min(self._recipe.data.max_length or tokens, tokens)
+        activations = activation_bytes(
+            shape, tokens, length=length, itemsize=itemsize, compiled=compiled, checkpointed=checkpointed
+        )
+        logits = head_bytes(shape, tokens, itemsize=itemsize, compiled=compiled, divergence=divergence)
+        trained, sharded = shape.of_rank(self._world, trained=True), self._world > 1
+        # Of one micro-batch in the dtype of the parameters; sums over several are float32.
+        fresh = trained * (_MASTER_BYTES if sharded else itemsize)
+        has_sums = self._step_tokens > self._tokens
+        sums = trained * _MASTER_BYTES if has_sums else 0
+        if has_sums and (sharded or itemsize == _MASTER_BYTES):
+            fresh = 0  # torch adds to the sums in place
+        last = int(tokens * layer_bytes(shape, length=length, itemsize=itemsize, compiled=compiled))
+        at_head = {"activations": activations, "logits": logits, "gradients": sums}
+        at_end = {"activations": last, "gradients": fresh + sums}
+        chosen = max(at_head, at_end, key=lambda each: sum(each.values()))
+        if sharded:
+            gathered = 2 * shape.layer_parameters + _outside_layers(shape)
+            chosen["gathered layers"] = gathered * itemsize + shape.layer_parameters * _MASTER_BYTES
+        return [MemoryTerm(name=name, num_bytes=size) for name, size in chosen.items() if size]
+
+    def _with_cache(self, held: Sequence[MemoryTerm]) -> list[MemoryTerm]:
+        """These terms and a KV cache in what they leave free."""
+        recipe = self._recipe
+        assert isinstance(recipe, OnPolicyRecipe)
+        context = CONTEXT_BYTES[self._device.kind]
+        workers = 1 if self._cuda else recipe.placement.devices
+        free = self._device.memory_bytes // workers - context - sum(term.num_bytes for term in held)
+        token_bytes = self._shape.cache_elements * self._itemsize
+        section = recipe.rollout.model_copy(update={"max_length": longest_sequence(recipe)}) if (
+            recipe.data.max_length is not None
+        ) else recipe.rollout  # fmt: skip
+        try:
+            sizes = choose_sizes(
+                section, context=self._shape.context, token_bytes=token_bytes, cuda=self._cuda, free_bytes=max(free, 0)
+            )
+            size = (sizes.num_blocks + (0 if sizes.slots else 1)) * sizes.block_size * token_bytes
+        except RolloutError:  # nothing is left for it: one sequence is the least that generates
+            size = min(section.max_length or self._shape.context, self._shape.context) * token_bytes
+        running = recipe.rollout.max_running or (256 if self._cuda else 64)
+        logits = MemoryTerm(name="logits", num_bytes=2 * running * self._shape.vocab_rows * 4)
+        return [*held, MemoryTerm(name="KV cache", num_bytes=size), logits]
+
+    def _frozen_models(self) -> list[MemoryTerm]:
+        """References, teachers and reward models, each sharded like the policy and in the compute dtype."""
+        recipe, found = self._recipe, list[tuple[str, str | None]]()
+        if isinstance(recipe, DpoRecipe) and recipe.reference_source == "live":
+            found.append(("reference", recipe.reference_model))
+        if isinstance(recipe, DistillRecipe):
+            found += [("teachers", teacher.path) for teacher in recipe.teachers]
+        if isinstance(recipe, OnPolicyRecipe):
+            kl = recipe.full_algorithm.kl
+            if kl is not None and not reference_is_base(recipe):
+                found.append(("reference", kl.reference))
+            found += [("teachers", teacher.path) for teacher in recipe.teacher_sections]
+            found += [("reward models", path) for path in recipe.reward_models.values()]
+        terms = []
+        for name, path in found:
+            section = recipe.model.model_copy(update={"lora": None}) if path is None else (
+                recipe.model.for_checkpoint(path)
+            )  # fmt: skip
+            size = shape_of(section, key=name).of_rank(self._world) * self._itemsize
+            terms.append(MemoryTerm(name=name, num_bytes=size))
+        return terms
+
+    def _critic(self) -> list[MemoryTerm]:
+        recipe = self._recipe
+        if not isinstance(recipe, OnPolicyRecipe) or recipe.critic_section is None:
+            return []
+        path = recipe.critic_section.path
+        section = recipe.model if path is None else recipe.model.for_checkpoint(path)
+        state = self._state(shape_of(section, key="critic.path").with_labels(1))
+        return [MemoryTerm(name="critic", num_bytes=sum(term.num_bytes for term in state))]
+
+    def _phase(self, name: str, place: Place, terms: Sequence[MemoryTerm], workers: int) -> PhaseMemory:
+        what = "CUDA context" if self._cuda else "processes"
+        together = [*terms, MemoryTerm(name=what, num_bytes=CONTEXT_BYTES[self._device.kind])]
+        return PhaseMemory(phase=name, place=place, terms=_summed(together, workers))
+
+    def _together(self, phases: Sequence[PhaseMemory]) -> PhaseMemory:
+        """The generators' phase and the larger one of the learners."""
+        generators = [term for phase in phases if phase.place == "generator" for term in phase.terms]
+        learner = max((phase for phase in phases if phase.place == "learner"), key=lambda phase: phase.num_bytes)
+        return PhaseMemory(
+            phase=f"rollout and {learner.phase}", place="learner", terms=_summed([*generators, *learner.terms], 1)
+        )
+
+    # Sizes
+
+    @property
+    def _is_compiled(self) -> bool:
+        compile = self._recipe.model.compile
+        return compile == "on" or (compile == "auto" and self._cuda)
+
+    def _tokens_of_a_step(self) -> int:
+        """Of one rank, at most."""
+        recipe = self._recipe
+        if isinstance(recipe, SpmdRecipe):
+            if recipe.rows_per_step is not None:
+                longest = recipe.data.max_length or self._shape.context
+                return -(-recipe.rows_per_step * recipe.documents_per_row * longest // self._world)
+            return -(-recipe.tokens_per_step // self._world)
+        assert isinstance(recipe, OnPolicyRecipe)
+        episodes = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
+        longest = recipe.data.max_length or self._shape.context
+        return -(-episodes * longest // self._world)
+
+    def _generators(self, recipe: OnPolicyRecipe) -> int:
+        return 1 if self._cuda else recipe.placement.devices - self._world
+
+
+def _itemsize(section: ModelSection, device: Device) -> int:
+    if section.dtype == "auto":
+        return 2 if device.kind == "cuda" else 4
+    return 2 if section.dtype == "bfloat16" else 4
+
+
+def _outside_layers(shape: ModelShape) -> int:
+    return sum(each.numel for each in shape.tensors if not each.in_layer)
+
+
+def _named(terms: Sequence[MemoryTerm], *names: str) -> list[MemoryTerm]:
+    return [term for term in terms if term.name in names]
+
+
+def _summed(terms: Sequence[MemoryTerm], workers: int) -> tuple[MemoryTerm, ...]:
+    """One term for each name, of all workers."""
+    sums: dict[str, int] = {}
+    for term in terms:
+        sums[term.name] = sums.get(term.name, 0) + term.num_bytes * workers
+    return tuple(MemoryTerm(name=name, num_bytes=size) for name, size in sums.items())
+
+
+def _listed(terms: Sequence[MemoryTerm]) -> str:
+    return ", ".join(f"{term.name} {_gib(term.num_bytes)}" for term in terms)
+
+
+def _gib(num_bytes: float) -> str:
+    gib = num_bytes / GIB
+    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def memory_lines(recipe: Recipe, device: Device) -> list[str]:
+    """What `podium check` says of memory: the peak, or why it is not known. Raises an error if the run cannot fit."""
+    try:
+        plan = memory_of(recipe, device)
+    except PodiumError as error:
+        return [f"memory: not predicted. {error}"]
+    problem = refusal(plan, recipe)
+    if problem is not None:
+        raise problem
+    peak = plan.peak
+    tight = " It is close: the prediction is good to 5%." if plan.share > 1.0 - TOLERANCE else ""
+    return [
+        f"memory: {peak.phase} ({peak.place}) takes about {_gib(peak.num_bytes)} of {_gib(device.memory_bytes)} of "
+        f"{device.name}: {_listed(peak.largest)}.{tight}"
+    ]
