@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from podium.checks import check_recipe, deep_report
+from podium.checks import check_recipe, deep_report, memory_report
 from podium.drafting.draft import DraftRequest, draft_recipe
 from podium.errors import RecipeError, RunFolderError
 from podium.evaluating import EvaluationResult, evaluate_model, evaluate_run
@@ -74,21 +74,26 @@ def check(
     deep: bool = False,
     all_rows: bool = False,
     progress: bool = True,
+    device: str | None = None,
     data: Mapping[str, Any] | None = None,
     reward: Sequence[Any] | Callable[..., Any] | None = None,
     environment: Any = None,
     loggers: Sequence[Any] | None = None,
 ) -> list[str]:
-    """Raises what is wrong with a recipe; returns lines about what was seen. `deep` loads the tokenizer and reads the
-    first rows of every source, `all_rows` reads all of them; `progress` then shows on standard error how far it is.
+    """Raises what is wrong with a recipe, also that it cannot fit the memory; returns lines about what was seen. `deep`
+    loads the tokenizer and reads the first rows of every source, `all_rows` reads all of them; `progress` then shows on
+    standard error how far it is. `device`: name of a device that the run will have, if it is not this machine's.
     Objects are given as to `train`."""
     sections = SectionArguments(data=data, reward=reward, environment=environment, loggers=loggers)
     with tempfile.TemporaryDirectory(prefix="podium-check-") as cache:  # a check leaves nothing behind
         loaded = load_recipe_arguments(recipe, overrides, sections, cache=Path(cache))
-        return _checked(loaded, deep=deep, all_rows=all_rows, stream=sys.stderr if progress else None)
+        stream = sys.stderr if progress else None
+        return _checked(loaded, deep=deep, all_rows=all_rows, stream=stream, device=device)
 
 
-def _checked(loaded: Recipe | PipelineRecipe, *, deep: bool, all_rows: bool, stream: TextIO | None) -> list[str]:
+def _checked(
+    loaded: Recipe | PipelineRecipe, *, deep: bool, all_rows: bool, stream: TextIO | None, device: str | None = None
+) -> list[str]:
     if isinstance(loaded, PipelineRecipe):
         return check_pipeline(loaded, deep=deep or all_rows, all_rows=all_rows, progress=stream)
     check_recipe(loaded)
@@ -96,6 +101,7 @@ def _checked(loaded: Recipe | PipelineRecipe, *, deep: bool, all_rows: bool, str
     if is_hub_id(loaded.model.path):
         lines.append(f"model.path: there is no folder {loaded.model.path}; taken as a hub id, not looked up")
     lines += [f"warning: {text}" for text in recipe_warnings(loaded)]
+    lines += memory_report(loaded, device)
     return lines + (deep_report(loaded, all_rows=all_rows, progress=stream) if deep or all_rows else [])
 
 

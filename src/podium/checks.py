@@ -132,6 +132,16 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
         yield lambda: check_speaks(model.path, "model.path")
 
 
+def memory_report(recipe: Recipe, device: str | None = None) -> list[str]:
+    """What the run takes of its device's memory. Raises an error if it cannot fit. `device`: its name; default: what
+    this machine has. Nothing is known of a GPU that is asked for and not here."""
+    from podium.planning.devices import device_named, found_device
+    from podium.planning.memory import memory_lines
+
+    found = found_device(recipe.placement.device) if device is None else device_named(device)
+    return [] if found is None else memory_lines(recipe, found)
+
+
 def _check_kind(recipe: CustomSpmdRecipe | CustomOnPolicyRecipe) -> None:
     """That a custom program's function fits its signal; one that cannot be found is another look's."""
     with suppress(RecipeError):

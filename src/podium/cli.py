@@ -97,9 +97,14 @@ def check(
     devices: Devices = None,
     deep: Annotated[bool, typer.Option("--deep", help="Also load tokenizer and model config, and read data.")] = False,
     all_rows: Annotated[bool, typer.Option("--all", help="With --deep: read every row, not only the first.")] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Device that the run will have, such as H100 or H100:94 (GiB); default: this machine's."),
+    ] = None,
 ) -> None:
-    """Check schema, files and plug-ins without running anything."""
-    for line in api.check(recipe, overrides=_with_devices(overrides, devices), deep=deep, all_rows=all_rows):
+    """Check schema, files, plug-ins and memory without running anything."""
+    changes = _with_devices(overrides, devices)
+    for line in api.check(recipe, overrides=changes, deep=deep, all_rows=all_rows, device=device):
         typer.echo(line)
     typer.echo(f"{recipe}: ok")
 

@@ -25,7 +25,7 @@ class Efficiency:
     of a GPU come from runs on an H200 (docs/planning.md) and are taken for the others too."""
 
     matrix: float = 0.685  # of matrix_flops, in products of training and prefill
-    attention: float = 0.165  # of matrix_flops, in attention over packed documents, whole tiles counted
+    attention: float = 0.18  # of matrix_flops, in attention over packed documents, whole tiles counted
     copying: float = 0.80  # of bandwidth, in passes over large arrays: optimizer, logits, activations
     activation_passes: float = 3.0  # how often an update moves the bytes that it keeps for the backward pass
     decoding: float = 0.71  # of bandwidth, in reading weights, keys and values
