@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signs in the metrics of a run that its learning needs a look before its speed does. Torch-free."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+
+from podium.recipe import OnPolicyRecipe, Recipe
+from podium.runs.learning_watch import LearningWatch
+from podium.weights.canary import GapLimits
+
+# Steps at the beginning and at the end that are compared, as a part of all, and at most.
+_PART, _MOST = 4, 10
+_JUMP = 10.0  # of the gradient's norm
+_ENTROPY_PART, _ENTROPY = 0.2, 0.3  # of the first entropy, and nats
+_LENGTHS, _TRUNCATED = 2.5, 0.5  # times the first length; share of episodes
+_KL_TIMES, _KL = 5.0, 0.05
+_SOLVED = 0.1  # share of solved episodes that is lost while the reward rises
+
+Metrics = Mapping[str, float]
+
+
+def alarm_of(recipe: Recipe, steps: Sequence[tuple[int, Metrics]]) -> str | None:
+    """The most important sign in the metrics of all steps, with their numbers; None if there is none."""
+    if not steps:
+        return None
+    return next(_alarms(recipe, steps), None)
+
+
+def _alarms(recipe: Recipe, steps: Sequence[tuple[int, Metrics]]) -> Iterator[str]:
+    count = max(1, min(_MOST, len(steps) // _PART))
+    first, last = [values for _, values in steps[:count]], [values for _, values in steps[-count:]]
+    yield from _divergence(first, last)
+    yield from _gap(recipe, last)
+    yield from _entropy(first, last)
+    yield from _lengths(first, last)
+    yield from _reward(first, last)
+    watch = LearningWatch.of(recipe)
+    for step, values in steps:
+        found = watch.check(step, values)
+        if found is not None:
+            yield found
+
+
+def _divergence(first: Sequence[Metrics], last: Sequence[Metrics]) -> Iterator[str]:
+    skipped = sum(values.get("skipped", 0.0) for values in last)
+    finite = all(math.isfinite(values.get(name, 0.0)) for values in last for name in ("loss", "grad_norm"))
+    if skipped or not finite:
+        yield "the last steps have losses or gradients that are not finite, and updates were skipped"
+    before, now = _median(first, "grad_norm"), _median(last, "grad_norm")
+    if before and now and now > _JUMP * before:
+        yield f"the gradient's norm is {now:.3g} in the last steps, and was {before:.3g} in the first: it may diverge"
+
+
+def _gap(recipe: Recipe, last: Sequence[Metrics]) -> Iterator[str]:
+    gap = _median(last, "gap/mean")
+    if gap is None or not isinstance(recipe, OnPolicyRecipe):
+        return
+    limit = GapLimits.of("float32" if recipe.model.dtype == "float32" else "bfloat16").mean
+    if gap > limit:
+        yield f"learner and engine differ in their log-probs by {gap:.2g} on average (gap/mean), above {limit:g}"
+
+
+def _entropy(first: Sequence[Metrics], last: Sequence[Metrics]) -> Iterator[str]:
+    before, now = _median(first, "entropy"), _median(last, "entropy")
+    if before and now is not None and now < min(_ENTROPY_PART * before, _ENTROPY):
+        yield f"the entropy has fallen from {before:.2f} to {now:.2f} nats: the policy stops exploring"
+
+
+def _lengths(first: Sequence[Metrics], last: Sequence[Metrics]) -> Iterator[str]:
+    before, now = _median(first, "response/mean"), _median(last, "response/mean")
+    if before and now and now > _LENGTHS * before:
+        yield f"answers have grown from {before:.0f} to {now:.0f} tokens (response/mean)"
+    cut_before, cut = _median(first, "episodes/truncated") or 0.0, _median(last, "episodes/truncated") or 0.0
+    if cut > _TRUNCATED and cut > cut_before + 0.3:
+        yield f"{cut:.0%} of the answers are cut off, and {cut_before:.0%} were at first (episodes/truncated)"
+
+
+def _reward(first: Sequence[Metrics], last: Sequence[Metrics]) -> Iterator[str]:
+    """The reward rises, and what it should stand for does not."""
+    before, now = _median(first, "reward/mean"), _median(last, "reward/mean")
+    if before is None or now is None or now <= before:
+        return
+    kl_before, kl = _median(first, "kl/reference"), _median(last, "kl/reference")
+    if kl_before is not None and kl is not None and kl > max(_KL_TIMES * kl_before, _KL):
+        yield (
+            f"the policy has moved far from its reference while the reward rose (kl/reference {kl_before:.2g} to "
+            f"{kl:.2g}): it may game the reward"
+        )
+    solved_before, solved = _median(first, "groups/solve_rate"), _median(last, "groups/solve_rate")
+    if solved_before is not None and solved is not None and solved < solved_before - _SOLVED:
+        yield (
+            f"the reward rises, and fewer episodes are solved ({solved_before:.0%} to {solved:.0%}): the policy may "
+            "game a reward"
+        )
+
+
+def _median(values: Sequence[Metrics], name: str) -> float | None:
+    found = [each[name] for each in values if name in each and math.isfinite(each[name])]
+    return statistics.median(found) if found else None

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One change of the recipe that would have made a run faster, with what it saves: the run is simulated with its own
+episodes as it was, and with each change. While the metrics have an alarm, that is said instead. Torch-free."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from podium.errors import PodiumError
+from podium.planning.alarms import alarm_of
+from podium.planning.prediction import Configuration, Prediction, Workload, predict
+from podium.planning.run_costs import RunCosts, estimate_costs, num_repeated
+from podium.planning.run_records import opened, program_of, read_records, step_lines
+from podium.planning.search import WAITS
+from podium.recipe import OnPolicyRecipe
+
+# A smaller gain is within what the simulation does not know.
+_LEAST_GAIN = 0.05
+# Seconds for all of it, and the largest batch that can be simulated in them: it is said at the end of a run.
+_BUDGET_S, _MOST_EPISODES = 1.5, 320
+# A change that makes no token older is better than one that gains less than twice as much.
+_FRESH = 2.0
+# An idle share that is not less than that has not been the reason.
+_IDLE = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """A change, and the seconds of a step that it saves."""
+
+    change: Configuration
+    base: Configuration
+    saved_s: float
+    step_s: float  # measured
+    reason: str  # who waits for what, or empty
+
+    @property
+    def text(self) -> str:
+        """One sentence."""
+        changes = ", ".join(f"{key} {old} → {new}" for key, (old, new) in self.base.changes_to(self.change).items())
+        reason = f"{self.reason}: " if self.reason else ""
+        older = self.change.staleness > self.base.staleness
+        age = f" (tokens may be {self.change.staleness} versions old: less on-policy)" if older else ""
+        return f"{reason}{changes} saves about {_seconds(self.saved_s)} of {_seconds(self.step_s)} a step{age}"
+
+
+def suggestion_lines(run: Path) -> list[str]:
+    """What to look at after a run: an alarm, a suggestion, or nothing. Never raises, and takes a second or two."""
+    try:
+        return _lines(run)
+    except (PodiumError, OSError, ValueError, KeyError, ArithmeticError, statistics.StatisticsError):
+        return []  # records that are incomplete are no reason to say anything
+
+
+def _lines(run: Path) -> list[str]:
+    folder = opened(run)
+    recipe = program_of(folder)
+    if not isinstance(recipe, OnPolicyRecipe):
+        return []
+    alarm = alarm_of(recipe, step_lines(folder))
+    if alarm is not None:
+        return [f"look at this first: {alarm}"]
+    if recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt > _MOST_EPISODES:
+        return [f"what would be faster: podium plan --from {run}"]
+    found = suggest(estimate_costs(read_records(run)))
+    return [] if found is None else [f"suggestion: {found.text}"]
+
+
+def suggest(
+    run: RunCosts, *, budget_s: float = _BUDGET_S, clock: Callable[[], float] = time.monotonic
+) -> Suggestion | None:
+    """The change of one key that saves most; None if none saves 5%, or if the simulation does not reproduce the run."""
+    if not run.is_reproduced:
+        return None
+    began_s = clock()
+    base = _repeated(run, run.configuration)
+    found: list[tuple[float, Prediction]] = []
+    for candidate in candidates(run.configuration, run.workload, has_graders=run.costs.graders is not None):
+        if clock() - began_s > budget_s:
+            break
+        after = _repeated(run, candidate)
+        found.append((1 - after.step_s / base.step_s, after))
+    found = [each for each in found if each[0] >= _LEAST_GAIN]
+    if not found:
+        return None
+    gain, after = max(found, key=lambda each: each[0] / _age_penalty(each[1].configuration, run.configuration))
+    return Suggestion(
+        change=after.configuration,
+        base=run.configuration,
+        saved_s=gain * run.measured_step_s,
+        step_s=run.measured_step_s,
+        reason=_reason(base, after),
+    )
+
+
+def candidates(base: Configuration, workload: Workload, *, has_graders: bool) -> Iterator[Configuration]:
+    """Changes of one key that the recipe can have. `has_graders`: whether graders can be short."""
+    if has_graders:
+        yield replace(base, graders=2 * base.graders)
+    for layout in workload.layouts:
+        if layout == base.layout or base.devices < 2 or (layout == "colocated" and base.staleness):
+            continue
+        share = None if layout == "colocated" else base.rollout_devices or base.devices // 2
+        yield replace(base, layout=layout, rollout_devices=share)
+    if base.rollout_devices is not None:
+        step = max(1, base.devices // 8)
+        for share in (base.rollout_devices - step, base.rollout_devices + step):
+            if 0 < share < base.devices:
+                yield replace(base, rollout_devices=share)
+        if workload.allows(older := replace(base, staleness=base.staleness + 1)):
+            yield older
+    yield replace(base, lanes=2 * base.lanes)
+    if base.lanes > 1:
+        yield replace(base, lanes=base.lanes // 2)
+
+
+def _repeated(run: RunCosts, configuration: Configuration) -> Prediction:
+    """The run's own episodes in their order."""
+    steps = max(3, min(run.num_steps, num_repeated(run.workload)))
+    return predict(run.costs, run.workload, configuration, seeds=(0,), steps=steps)
+
+
+def _age_penalty(configuration: Configuration, base: Configuration) -> float:
+    return _FRESH if configuration.staleness > base.staleness else 1.0
+
+
+def _reason(base: Prediction, after: Prediction) -> str:
+    """Who waits for what, where the change takes most of it away."""
+    waits = [("generators", cause, share, after.generator_idle) for cause, share in base.generator_idle.items()]
+    waits += [("learners", cause, share, after.learner_idle) for cause, share in base.learner_idle.items()]
+    lost = [
+        (share * base.step_s - later.get(cause, 0.0) * after.step_s, who, cause, share)
+        for who, cause, share, later in waits
+    ]
+    if not lost:
+        return ""
+    saved_s, who, cause, share = max(lost)
+    return f"{who} wait {share:.0%} for {WAITS[cause]}" if saved_s > _IDLE * base.step_s else ""
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
