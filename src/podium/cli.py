@@ -20,6 +20,7 @@ from podium.commands.completion import complete_folder, complete_run
 from podium.commands.evaluate import evaluate
 from podium.commands.generate import generate
 from podium.commands.init import init
+from podium.commands.plan import plan
 from podium.commands.replay import replay
 from podium.commands.trace import trace
 from podium.commands.try_recipe import try_recipe
@@ -156,7 +157,7 @@ def show(
     ],
 ) -> None:
     """Tell how a run or pipeline stands, and what its weights come from."""
-    for line in api.show(run):
+    for line in [*api.show(run), *_suggestions(run)]:
         typer.echo(line)
 
 
@@ -187,6 +188,7 @@ app.command()(evaluate)
 app.command()(replay)
 app.command()(compare)
 app.command()(trace)
+app.command()(plan)
 app.command()(generate)
 
 
@@ -249,6 +251,17 @@ def _report(result: object) -> None:
         return
     for line in result.lines():
         typer.echo(line)
+    for line in _suggestions(result.folder):
+        typer.echo(f"  {line}")
+
+
+def _suggestions(run: Path) -> list[str]:
+    """What would make a controlled run faster, or what is more important."""
+    if not (run / "episodes.sqlite").is_file():
+        return []
+    from podium.planning.suggestion import suggestion_lines
+
+    return suggestion_lines(run)
 
 
 def _report_pipeline(result: PipelineResult) -> None:

@@ -31,6 +31,8 @@ _FIT_STEPS, _FIT_EPISODES = 24, 1_500
 _FEWEST_POINTS, _LEAST_SPREAD = 5, 0.03
 # The most of a phase that a constant may explain.
 _MOST_CONSTANT = 0.5
+# And the most of a generation that is there before its first token.
+_MOST_LATENCY = 0.1
 # The part of overlapping batches that end later by a whole grading, from which on a grader works on one at a time.
 _ONE_BY_ONE, _WHOLE = 0.75, 0.6
 # How far a simulation may be from the run so that it can say what another configuration would do.
@@ -298,13 +300,13 @@ def _synchronous_generation(
 
     def misfit(ratio: float) -> float:
         expected = times(ratio)
-        line = fit_line(expected, measured, most_constant=0.2)
+        line = fit_line(expected, measured, most_constant=_MOST_LATENCY)
         return statistics.fmean(
             abs(line.constant + line.slope * a - b) for a, b in zip(expected, measured, strict=True)
         )
 
     ratio = _best_ratio(misfit) if steps >= _FEWEST_POINTS else _USUAL_RATIO
-    line = fit_line(times(ratio), measured, most_constant=0.2)
+    line = fit_line(times(ratio), measured, most_constant=_MOST_LATENCY)
     how = "time/rollout_s of steps, simulated with their own lengths"
     quality: Quality = "measured" if steps >= _FEWEST_POINTS else "assumed"
     estimates = [

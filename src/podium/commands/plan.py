@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`podium plan`: memory, step time and the best layout, before a run and after it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from podium.commands.arguments import Overrides
+from podium.commands.completion import complete_recipe, complete_run
+from podium.errors import RecipeError
+from podium.recipe import PipelineRecipe, Recipe
+from podium.recipe.pipeline_loading import load_any_recipe
+
+if TYPE_CHECKING:
+    from podium.planning.devices import Device
+
+
+def plan(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A YAML recipe.", metavar="RECIPE", autocompletion=complete_recipe)
+    ] = None,
+    overrides: Overrides = None,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from", help="Plan from what this run has measured; a second one in another layout tells more.",
+            metavar="RUN", autocompletion=complete_run,
+        ),
+    ] = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine's device, for later plans.")
+    ] = False,
+    devices: Annotated[
+        str | None, typer.Option(help="Numbers of devices to look at: 8, 2,4,8 or 1-1024. Default: as it is.")
+    ] = None,
+    staleness: Annotated[
+        list[int] | None, typer.Option(help="Only this staleness; as often as needed. Default: 0, 1, 2, 4.", min=0)
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Another device than this machine's, for example H100 or H200.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of which GPU-hours are told.", min=1)] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Before a run: usual tokens of a prompt.", min=1)] = None,
+    answer_tokens: Annotated[int | None, typer.Option(help="Before a run: usual tokens of an answer.", min=1)] = None,
+    grading: Annotated[float, typer.Option(help="Before a run: seconds to grade an episode.", min=0)] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:  # fmt: skip
+    """Predict memory, step time and idle devices of a recipe or a run, and find its best layout."""
+    if calibrate:
+        _calibrate("cpu" if device == "cpu" else "auto")
+        return
+    if (recipe is None) == (not runs):
+        raise typer.BadParameter("give a recipe, or a run with --from")
+    from podium.planning.plans import Assumptions, device_numbers, plan_recipe, plan_runs
+    from podium.planning.search import STALENESSES
+
+    numbers, stalenesses = device_numbers(devices) if devices else (), staleness or STALENESSES
+    if recipe is None:
+        found = plan_runs(runs or [], devices=numbers, stalenesses=stalenesses, steps=steps)
+    else:
+        assumptions = Assumptions(prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, grading_s=grading)
+        loaded = _loaded(recipe, overrides or [])
+        found = plan_recipe(
+            loaded, _device(loaded, device), devices=numbers, stalenesses=stalenesses, assumptions=assumptions,
+            steps=steps,
+        )  # fmt: skip
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=1))
+        return
+    for line in found.lines():
+        typer.echo(line)
+
+
+def _loaded(recipe: Path, overrides: list[str]) -> Recipe:
+    loaded = load_any_recipe(recipe, overrides)
+    if isinstance(loaded, PipelineRecipe):
+        raise RecipeError(f"{recipe}: a pipeline has no plan of its own. Give the recipe of one stage.")
+    return loaded
+
+
+def _device(recipe: Recipe, name: str | None) -> Device:
+    from podium.planning.devices import device_named, device_names, found_device
+
+    found = found_device(recipe.placement.device) if name is None else device_named(name)
+    if found is None:
+        raise RecipeError(
+            "placement.device: there is no GPU here that the planner knows. Name one with --device, for example "
+            f"{', '.join(device_names()[:4])}."
+        )
+    return found
+
+
+def _calibrate(kind: Literal["auto", "cpu"]) -> None:
+    from podium.planning.calibration import calibrate
+
+    done = calibrate(kind, note=lambda text: typer.echo(f"measuring {text}"))
+    typer.echo(f"measured {done.device.name} in {done.seconds:.0f} s; later plans take it from {done.file}")
