@@ -29,6 +29,7 @@ class Efficiency:
     copying: float = 0.80  # of bandwidth, in passes over large arrays: optimizer, logits, activations
     activation_passes: float = 3.0  # how often an update moves the bytes that it keeps for the backward pass
     decoding: float = 0.71  # of bandwidth, in reading weights, keys and values
+    decode_matrix: float = 0.0  # of matrix_flops, in decoding; 0: computing is hidden behind reading
     decode_layer_s: float = 46e-6  # of one layer in one decoding step, beyond what it reads
     decode_s: float = 60e-6  # of one decoding step: sampling, scheduling
     update_s: float = 0.020  # of one update: messages, packing, launching
@@ -64,8 +65,8 @@ def _gpu(name: str, gib: float, tflops: float, tb_s: float, link_gb_s: float) ->
 
 # Processors differ: one core of a server, until the machine is calibrated.
 _CPU_EFFICIENCY = Efficiency(
-    matrix=0.6, attention=0.15, copying=0.5, activation_passes=3.0, decoding=0.5, decode_layer_s=400e-6,
-    decode_s=800e-6, update_s=0.02, switch_s=0.0,
+    matrix=0.6, attention=0.15, copying=0.5, activation_passes=3.0, decoding=0.5, decode_matrix=0.3,
+    decode_layer_s=400e-6, decode_s=800e-6, update_s=0.02, switch_s=0.0,
 )  # fmt: skip
 # Datasheets: dense bfloat16 without sparsity, memory bandwidth, and links between devices in one direction.
 _TABLE: tuple[Device, ...] = (

@@ -145,13 +145,13 @@ def generation_cost(
     cached = sum(min(context, window or context) for window in shape.windows) * 2 * shape.key_width * size
     weights = shape.active_parameters() * size
     fixed_s = shape.num_layers * efficiency.decode_layer_s + efficiency.decode_s
-    # A lane computes too: on a device with little compute, such as a CPU core, that is more than reading its cache.
-    computing_s = 2.0 * shape.active_parameters() / (device.matrix_flops * efficiency.matrix)
-    lane_s = cached / reading if device.kind == "cuda" else max(cached / reading, computing_s)
+    computing_s = 0.0
+    if efficiency.decode_matrix:
+        computing_s = 2.0 * shape.active_parameters() / (device.matrix_flops * efficiency.decode_matrix)
     prefill = matrix_flops(shape, 1.0, 0.0) / 3.0
     return GenerationCost(
         weights_s=weights / reading + fixed_s,
-        lane_s=lane_s,
+        lane_s=cached / reading + computing_s,
         prefill_tokens_s=device.matrix_flops * efficiency.matrix / prefill,
     )
 
