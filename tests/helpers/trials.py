@@ -42,6 +42,7 @@ from podium.observe.console import Console, StepView
 from podium.programs import controlled
 from podium.runs.folder import RunFolder
 from podium.runs.log import open_log
+from podium.runs.rollout_files import forget_rollouts_after
 from podium.runs.step_files import forget_steps_after
 
 
@@ -147,6 +148,7 @@ class Trial:
         )  # fmt: skip
         self.parts.ledger.rewind(step)
         forget_steps_after(self.folder.steps, step)
+        forget_rollouts_after(self.folder.rollouts, step)
 
     def run(self, *, recorded: Path | None = None) -> OnPolicyRun:
         """Its program from beginning to end; with `recorded`, over the steps of that folder."""

@@ -44,6 +44,7 @@ from podium.runs.header import header_lines, model_line
 from podium.runs.log import open_log
 from podium.runs.milestones import Milestones
 from podium.runs.result import RunResult, end_status
+from podium.runs.rollout_files import forget_rollouts_after
 from podium.runs.step_files import forget_steps_after
 
 
@@ -106,6 +107,7 @@ async def open_parts(
     stack.callback(ledger.close)
     ledger.rewind(step)
     forget_steps_after(folder.steps, step)
+    forget_rollouts_after(folder.rollouts, step)
     log = open_log(stack, recipe, folder, console, step=step)
     log.skipped_rows(0, inputs.heldout_skipped)
     facts = roles.policy.facts
@@ -115,7 +117,7 @@ async def open_parts(
         recipe=recipe, folder=folder, cluster=cluster, workers=workers, roles=roles, names=names,
         prompts=inputs.prompts, heldout=inputs.heldout, ledger=ledger, log=log,
         snapshots=Snapshots(roles.states, is_on=recipe.keeps_snapshots, note=console.note),
-        recovery=recovery, watch=watch,
+        recovery=recovery, watch=watch, tokenizer=inputs.tokenizer.own,
         stop_requested=folder.stop_file.exists,
         leaving=who_leaves(
             names.on_devices, colocated=recipe.placement.layout == "colocated",

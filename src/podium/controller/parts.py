@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from podium.cluster import Cluster, Workers
 from podium.controller.layout import RoleNames
@@ -69,3 +69,4 @@ class OnPolicyParts(Generic[RecipeT_co]):
     watch: Stopwatch
     stop_requested: Callable[[], bool]
     leaving: frozenset[str]  # roles that give up device memory while others work
+    tokenizer: Any = None  # of the model, for the texts of kept episodes; None: they have none

@@ -20,6 +20,7 @@ from podium.controller.overlap import OverlapExecutor
 from podium.controller.parts import OnPolicyParts, RecipeT_co
 from podium.controller.replay import ReplayExecutor
 from podium.controller.role_calls import CriticRole, PolicyRole, ReferenceRole, TeacherRole
+from podium.controller.rollout_record import RolloutRecorder
 from podium.controller.state import RunState
 from podium.controller.step import Step
 from podium.controller.step_log import StepLog
@@ -51,6 +52,9 @@ class OnPolicyRun(Generic[RecipeT_co]):
         self._executor: Executor = replay or (OverlapExecutor if overlaps else StepExecutor)(parts, devices, state)
         self._recorder = StepRecorder(
             parts.folder.steps, is_on=parts.recipe.rollout.is_recorded and replay is None, digest=state.record
+        )
+        self._rollouts = RolloutRecorder(
+            parts.recipe, parts.folder.rollouts, parts.log, tokenizer=parts.tokenizer, is_on=replay is None
         )
         self._evaluator = OnPolicyEvaluator(parts, devices, self._episodes)
         self.milestones = milestones or Milestones(parts.recipe, state.step, evaluates=bool(parts.heldout))
@@ -98,6 +102,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         more = await self._episodes.sample(num_prompts, step.number, step.objects)
         self._executor.note_used(np.unique(more.group_N).tolist())
         self._recorder.add(more)
+        self._rollouts.add(step.number, more)
         return more
 
     async def commit(
@@ -126,11 +131,12 @@ class OnPolicyRun(Generic[RecipeT_co]):
                 "without it generators keep the old weights."
             )
         state.updated_steps.discard(step.number)
-        state.step = step.number
+        state.step, version = step.number, state.version
         if policy is not None:
             state.note_update()
         groups = self._executor.commit(step.number, is_updated=policy is not None)
         await self._recorder.commit(step.number, version=state.version, groups=groups)
+        await self._rollouts.commit(step, batch, version=version, is_updated=policy is not None)
         await self._refresh_reference()
         self._adapt_kl(batch)
         is_folder_lost = False
@@ -164,6 +170,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         error if the weights are no longer those of that step."""
         await self._executor.close()
         await self._recorder.close()
+        await self._rollouts.close()
         self._is_ending = True
         await self._end_save()
         if self.unsaved_step is not None:
@@ -177,6 +184,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         """Gives up the step in progress and everything that is running, so that the run can be rewound."""
         await self._executor.close()
         await self._recorder.close()
+        await self._rollouts.close()
         await self._log.written()
 
     async def finish_saving(self) -> None:
@@ -212,6 +220,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
     async def _begin(self, number: int, objects: ObjectScope) -> Step:
         step = await self._executor.sample(number, objects)
         self._recorder.begin(step)
+        self._rollouts.begin(number, step)
         return Step(
             number=number,
             lr=learning_rate(self.recipe.optimizer, number, self.recipe.steps),
@@ -270,6 +279,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
             return
         await self._end_save()
         await self._log.written()
+        await self._rollouts.written()
         record = await self._recorded()
         with self._parts.watch.span("checkpoint"):
             state = self._unrecorded(step) or await self._saved_roles(step, record)
@@ -376,6 +386,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
             await self._executor.close()  # it may have waited for a generator
         await self._save_last()
         await self._log.written()
+        await self._rollouts.written()
         await self._recorded()
         score = self._evaluation.score if self._evaluation is not None else None
         if is_saved_late and self.milestones.evaluated_step == step and score is not None:

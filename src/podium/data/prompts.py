@@ -111,6 +111,11 @@ class PromptTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._renderer = tokenizer, ChatRenderer(tokenizer)
 
+    @property
+    def own(self) -> Any:
+        """The model's tokenizer; None if there is none."""
+        return self._tokenizer
+
     def tokens(self, messages: Sequence[Message] | None, text: str | None, tools: Tools, row: Row) -> Tokens:
         """Tokens of a chat with the generation prompt, or of a text without an end token; errors name the row."""
         try:

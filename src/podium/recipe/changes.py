@@ -23,6 +23,7 @@ _HARMLESS = (
     "run.folder",
     "run.name",
     "run.cache",
+    "run.rollouts",
     "data.workers",
     "data.prefetch",
     "data.on_error",  # a run that reads on has met no bad row, or has skipped it

@@ -52,6 +52,7 @@ from podium.recipe.schema import (
     ModelSection,
     OnPolicyEvaluationSection,
     OnPolicyPlacementSection,
+    OnPolicyRunSection,
     OptimizerSection,
     PackedDataSection,
     PlacementSection,
@@ -324,6 +325,7 @@ class OnPolicyRecipe(Recipe):
 
     placement: OnPolicyPlacementSection = OnPolicyPlacementSection()
     evaluation: OnPolicyEvaluationSection = OnPolicyEvaluationSection()
+    run: OnPolicyRunSection = OnPolicyRunSection()
     rollout: RolloutSection = RolloutSection()
     reward: Rewards = Field((), description="What makes an episode good.")
     grading: GradingSection = GradingSection()

@@ -342,3 +342,21 @@ class RunSection(Section):
         (), description="Where metrics go beside metrics.jsonl: `tensorboard`, `wandb`, or `file.py:Class`."
     )
     log_every: Count = Field(1, description="Steps between lines on the console.")
+
+
+class RolloutsSection(Section):
+    """Which episodes stay in the run folder, to look at and to compute with."""
+
+    keep: Literal["all", "sample", "none"] = Field(
+        "sample",
+        description="`sample` keeps a few whole groups of every step, `all` every episode; `none` writes no files.",
+    )
+    per_step: Count = Field(
+        32, description="keep sample: most episodes of one step. One group is kept always, and none is cut."
+    )
+
+
+class OnPolicyRunSection(RunSection):
+    """Where the run is recorded, and which of its episodes."""
+
+    rollouts: RolloutsSection = RolloutsSection()

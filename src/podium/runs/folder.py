@@ -63,6 +63,11 @@ class RunFolder:
         return self.path / "steps"
 
     @property
+    def rollouts(self) -> Path:
+        """The folder of episodes, one Parquet file per step."""
+        return self.path / "rollouts"
+
+    @property
     def console_file(self) -> Path:
         """Everything that the console showed, as plain text. A resumed run appends to it."""
         return self.path / "console.log"

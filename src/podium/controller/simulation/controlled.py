@@ -127,6 +127,7 @@ class EstimatedTokenizer(PromptTokenizer):
 
     def __init__(self) -> None:
         """It has no vocabulary."""
+        self._tokenizer = None
 
     def tokens(self, messages: Sequence[Message] | None, text: str | None, tools: Tools, row: Row) -> Tokens:
         """As many zeros as the prompt has tokens, about."""
