@@ -28,6 +28,7 @@ GUIDES: Mapping[str, tuple[str, str]] = {
     "checkpoint": ("the run folder", "running.md#the-run-folder"),
     "evaluation": ("evaluation", "on_policy.md#evaluation"),
     "run": ("running", "running.md"),
+    "run.rollouts": ("rollouts on disk", "rollouts.md"),
     "rollout": ("rollout", "rollout.md#sizes"),
     "reward": ("rewards", "rewards.md"),
     "grading": ("rewards", "rewards.md#when-a-reward-fails"),

@@ -5,19 +5,19 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
-from helpers.on_policy import ledger, numbers, rl_recipe
+from helpers.on_policy import numbers, rl_recipe
 from helpers.tiny import save_tiny_model, tiny_tokenizer
 from helpers.workspace import Workspace
-from podium.errors import RunFolderError
-from podium.runs.rollout_files import KeptEpisode, read_rollouts, rollout_facts, rollout_path
+from podium.runs.rollout_files import KeptEpisode, read_rollouts, rollout_path, rollout_steps
 
 KEEP_ALL = {"rollouts": {"keep": "all"}}
 LR, CLIP_LOW, CLIP_HIGH, BETA = 3e-3, 0.2, 0.28, 0.3
@@ -77,7 +77,9 @@ def loss_of(model: Any, episodes: list[KeptEpisode], algorithm: dict[str, Any]) 
     return total / count
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [name if name == "grpo, kl" else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
 def test_loss_gradient_and_weights_of_a_step_follow_from_its_file(workspace: Workspace, method: str) -> None:
     changes = METHODS[method]
     if "teachers" in changes:
@@ -114,3 +116,71 @@ def test_loss_gradient_and_weights_of_a_step_follow_from_its_file(workspace: Wor
         apart = (mine - theirs).abs() > 0.02 * LR
         assert apart.float().mean() < 0.01, name
         assert not torch.equal(theirs, old) or torch.equal(mine, old), name
+
+
+# --- episodes of several turns ---
+
+DIALOGUE = """
+from podium.environments.protocol import Observation, Outcome
+
+class Dialogue:
+    async def reset(self, task):
+        return Observation()
+
+    async def step(self, turn):
+        digits = sum(letter.isdigit() for letter in turn.text)
+        return Outcome(messages=f"{digits} digits more?", reward=digits / 10)
+"""
+
+
+def test_turns_of_an_agent_are_apart_and_only_its_own_tokens_are_trained(workspace: Workspace) -> None:
+    (workspace.path / "dialogue.py").write_text(DIALOGUE)
+    run = trained(workspace, steps=2, run=KEEP_ALL, environment={"environment": "dialogue.py:Dialogue", "max_turns": 3})
+
+    turns = numbers(run)[2]["turns/mean"]
+    episodes = list(read_rollouts(run, 2))
+    said = [[each for each in episode.messages if each["role"] == "assistant"] for episode in episodes]
+    assert np.mean([len(each) for each in said]) == turns > 1
+    for episode in episodes:
+        roles = [each["role"] for each in episode.messages]
+        assert roles == (["user", "assistant"] * 9)[: len(roles)]
+        for answer, reply in zip(episode.messages[1::2], episode.messages[2::2], strict=False):
+            assert reply["content"] == f"{sum(letter.isdigit() for letter in answer['content'])} digits more?"
+        own = "".join(text for text, mask in zip(episode.texts, episode.loss_mask, strict=True) if mask)
+        assert re.sub(r"<\|\w+\|>", "", own) == "".join(
+            each["content"] for each in episode.messages if each["role"] == "assistant"
+        )
+        for version, log_prob, advantage, mask in zip(
+            episode.versions, episode.log_probs, episode.advantages, episode.loss_mask, strict=True
+        ):
+            assert (version == 1) == (log_prob is not None) == (advantage is not None) == mask
+        assert episode.reward == pytest.approx(episode.rewards["digits"] + episode.rewards["environment"])
+
+
+def test_a_resumed_run_has_the_files_of_an_unbroken_one(workspace: Workspace) -> None:
+    steps = {"checkpoint": {"every": 2, "keep": 9}, "run": {"rollouts": {"per_step": 8}}}
+    whole = trained(workspace, "whole", steps=5, **steps)
+    broken = trained(workspace, "broken", steps=5, **steps)
+    folder = broken / "rollouts"
+    damaged = rollout_path(folder, 4).read_bytes()
+    rollout_path(folder, 4).write_bytes(b"x")
+
+    outcome = workspace.podium("resume", "runs/broken", "--step", "2", "--set", "run.rollouts.per_step=16")
+
+    assert outcome.code == 0, outcome
+    assert rollout_steps(folder) == [1, 2, 3, 4, 5]
+    assert rollout_path(folder, 2).read_bytes() == rollout_path(whole / "rollouts", 2).read_bytes()
+    assert rollout_path(folder, 4).read_bytes() != damaged  # twice as many episodes
+    again = {(each.group, each.sample): each for each in read_rollouts(broken, 4)}
+    assert len(again) == 16
+    for each in read_rollouts(whole, 4):
+        assert again[each.group, each.sample] == each
+
+
+def test_a_recipe_that_keeps_something_else_is_refused(workspace: Workspace) -> None:
+    outcome = workspace.podium("train", rl_recipe(workspace, run={"rollouts": {"keep": "some"}}))
+    workspace.refused(outcome, "run.rollouts.keep", "all", "sample", "none")
+    outcome = workspace.podium("train", rl_recipe(workspace, run={"rollouts": {"per_step": 0}}))
+    workspace.refused(outcome, "run.rollouts.per_step")
+    outcome = workspace.podium("train", workspace.recipe("sums", run={"rollouts": {"keep": "all"}}))
+    workspace.refused(outcome, "run.rollouts")

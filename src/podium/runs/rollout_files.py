@@ -141,7 +141,7 @@ def read_rollouts(run: str | Path, step: int | None = None) -> Iterator[KeptEpis
             f"{run} has no rollouts. On-policy runs keep some unless their recipe has run.rollouts.keep none."
         )
     if step is not None and step not in steps:
-        raise RunFolderError(f"{folder} has no step {step}: it has {len(steps)} steps from {steps[0]} to {steps[-1]}.")
+        raise RunFolderError(f"{folder} has no step {step}: it has {len(steps)} from {steps[0]} to {steps[-1]}.")
     for number in steps if step is None else (step,):
         yield from _episodes(rollout_path(folder, number))
 
