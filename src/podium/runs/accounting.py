@@ -35,7 +35,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CauseSegment:
+class CausedSegment:
     """An interval of the time of one worker with its cause."""
 
     worker: str
@@ -70,28 +70,32 @@ class WorkerTime:
 
 def worker_times(spans: Sequence[TimelineSpan]) -> list[WorkerTime]:
     """The time of every worker by cause, over all launches of the run: between two of them nobody had time."""
-    found: dict[str, dict[Cause, float]] = {}
-    for segment in cause_segments(spans):
-        seconds = found.setdefault(segment.worker, {})
-        seconds[segment.cause] = seconds.get(segment.cause, 0.0) + segment.end_s - segment.begin_s
-    return [WorkerTime(worker=worker, seconds=seconds) for worker, seconds in found.items()]
+    times = []
+    for worker, parts in caused_segments(spans).items():
+        seconds: dict[Cause, float] = {}
+        for part in parts:
+            seconds[part.cause] = seconds.get(part.cause, 0.0) + part.end_s - part.begin_s
+        times.append(WorkerTime(worker=worker, seconds=seconds))
+    return times
 
 
-def cause_segments(spans: Sequence[TimelineSpan]) -> Iterator[CauseSegment]:
-    """The time of every worker without gaps, one worker after the other, by launches of the run."""
+def caused_segments(spans: Sequence[TimelineSpan]) -> dict[str, list[CausedSegment]]:
+    """What every worker did, and what it waited for: segments in the order of time, without gaps but between two
+    launches of the run."""
+    found: dict[str, list[CausedSegment]] = {}
     for launch in _launches(spans) if spans else ():
-        yield from _segments_of(launch)
+        for segment in _segments_of(launch):
+            found.setdefault(segment.worker, []).append(segment)
+    return found
 
 
-def idle_segments(spans: Sequence[TimelineSpan]) -> list[CauseSegment]:
-    """When each worker was idle, and why. Neighbours with the same cause are one."""
-    found: list[CauseSegment] = []
-    for each in cause_segments(spans):
-        if not each.is_idle:
-            continue
+def idle_segments(spans: Sequence[TimelineSpan]) -> list[CausedSegment]:
+    """When each worker was idle, and why, one worker after the other. Neighbours with the same cause are one."""
+    found: list[CausedSegment] = []
+    for each in (part for parts in caused_segments(spans).values() for part in parts if part.is_idle):
         last = found[-1] if found else None
         if last is not None and (last.worker, last.cause, last.end_s) == (each.worker, each.cause, each.begin_s):
-            found[-1] = CauseSegment(
+            found[-1] = CausedSegment(
                 worker=each.worker, begin_s=last.begin_s, end_s=each.end_s, cause=each.cause, name=None
             )
         else:
@@ -137,7 +141,7 @@ def _launches(spans: Sequence[TimelineSpan]) -> Iterator[_Launch]:
             yield _Launch(begin_s=min(span.begin_s for span in mine), end_s=last, spans=mine)
 
 
-def _segments_of(launch: _Launch) -> Iterator[CauseSegment]:
+def _segments_of(launch: _Launch) -> Iterator[CausedSegment]:
     by_worker: dict[str, list[TimelineSpan]] = {}
     for span in launch.spans:
         if span.name != LAUNCH:
@@ -165,7 +169,7 @@ def _segments_of(launch: _Launch) -> Iterator[CauseSegment]:
                     cause = waiting_cause(duty, segment.name, moment.meanwhile)
                 else:
                     cause = computing_cause(duty, segment.name, moment.meanwhile)
-                yield CauseSegment(
+                yield CausedSegment(
                     worker=worker, begin_s=moment.begin_s, end_s=moment.end_s, cause=cause, name=segment.name
                 )
                 total_s += moment.end_s - moment.begin_s

@@ -12,7 +12,7 @@ from podium.observe.timeline import CONTROLLER, SlowEpisode, TimelineWorker, rea
 from podium.runs.accounting import WorkerTime, times_by_kind, worker_times
 
 # Of all timeline files together: the last minutes of a large run.
-_MOST_BYTES = 1 << 19
+_MOST_BYTES = 1 << 18
 # Shorter runs have no table.
 _SHORTEST_S = 5.0
 _MOST_ROWS = 6

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.observe.causes import CAUSES, Cause, is_idle
 from podium.observe.timeline import TimelineSpan
-from podium.runs.accounting import WorkerTime, cause_segments, idle_segments, segments, time_lines, worker_times
+from podium.runs.accounting import WorkerTime, caused_segments, idle_segments, segments, time_lines, worker_times
 
 TRAIN, ROLLOUT, OTHER = "train[0]@here/cpu#0", "rollout[0]@here/cpu#0", "rollout[1]@here/cpu#0"
 GRADER, RUNNER = "graders[0]@here/cpu#0", "runners[0]@here/cpu#0"
@@ -265,7 +267,6 @@ def test_causes_add_up_to_the_time_of_a_worker(drawn: list[tuple[str, str, int, 
         assert sum(each.seconds.values()) == pytest.approx(last - first)
         assert all(spent >= 0 for spent in each.seconds.values())
         assert each.seconds.keys() <= CAUSES.keys()
-    by_time: dict[str, float] = {}
-    for piece in cause_segments(launched):  # in order, without gaps and overlaps
-        assert by_time.get(piece.worker, piece.begin_s) == piece.begin_s < piece.end_s
-        by_time[piece.worker] = piece.end_s
+    for parts in caused_segments(launched).values():  # in order, without gaps and overlaps
+        assert all(before.end_s == after.begin_s for before, after in pairwise(parts))
+        assert all(part.begin_s < part.end_s for part in parts)
