@@ -2,8 +2,8 @@
 """The planner against the clock: step times of layouts and staleness, predicted from one or two runs of each workload,
 beside those that were measured.
 
-    .venv/bin/python benchmarks/planning.py --keep /tmp/planning                 all 14 runs, about 20 minutes on two cores
-    .venv/bin/python benchmarks/planning.py --keep /tmp/planning --read          only reads the runs that are there
+    .venv/bin/python benchmarks/planning.py --keep /tmp/planning             all 14 runs, some 40 minutes on two cores
+    .venv/bin/python benchmarks/planning.py --keep /tmp/planning --read      only reads the runs that are there
     .venv/bin/python benchmarks/planning.py --keep /tmp/p --steps 8 --workloads judge --only colocated-0 split-0 split-1
 
 The runs are those of benchmarks/overlap.py: tiny Qwen3 on CPU, two workers on Ray, 64 answers a step with a heavy tail,
@@ -132,8 +132,10 @@ def report(rows: Sequence[Row]) -> Iterator[str]:
             f"| {row.error:+.1%} |"
         )
     others = [row for row in rows if row.configuration not in SOURCES] or rows
-    yield f"median error of all {statistics.median(abs(row.error) for row in rows):.1%}, without the sources " + (
-        f"{statistics.median(abs(row.error) for row in others):.1%}, the largest {max(abs(row.error) for row in rows):.1%}"
+    of_all, of_others = ([abs(row.error) for row in some] for some in (rows, others))
+    yield (
+        f"median error of all {statistics.median(of_all):.1%}, without the sources {statistics.median(of_others):.1%}, "
+        f"the largest {max(of_all):.1%}"
     )
     pairs = [
         (first, second)

@@ -13,6 +13,8 @@ from podium.weights.canary import GapLimits
 
 # Steps at the beginning and at the end that are compared, as a part of all, and at most.
 _PART, _MOST = 4, 10
+# Steps at the end in which learning is watched.
+_WATCHED = 12
 _JUMP = 10.0  # of the gradient's norm
 _ENTROPY_PART, _ENTROPY = 0.2, 0.3  # of the first entropy, and nats
 _LENGTHS, _TRUNCATED = 2.5, 0.5  # times the first length; share of episodes
@@ -38,7 +40,7 @@ def _alarms(recipe: Recipe, steps: Sequence[tuple[int, Metrics]]) -> Iterator[st
     yield from _lengths(first, last)
     yield from _reward(first, last)
     watch = LearningWatch.of(recipe)
-    for step, values in steps:
+    for step, values in steps[-_WATCHED:]:  # what has passed is no alarm
         found = watch.check(step, values)
         if found is not None:
             yield found

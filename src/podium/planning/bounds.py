@@ -12,6 +12,8 @@ from podium.planning.prediction import Configuration, Workload
 
 # Lengths are drawn from so many groups.
 _DRAWN = 200
+# The part of a generation in which answers end, so that grading them takes no time of its own.
+_HIDDEN = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,7 @@ def quick_step_s(costs: CostModel, workload: Workload, one: Configuration, lengt
         generating_s = decoding + generation.lane_s * lengths.total / all_of_them
         moves_s = 2 * costs.switch_s if not one.rollout_devices else costs.publish_s
         moves_s += 2 * costs.switch_s if helpers else 0.0
-        left_s = grading_s if costs.graders is None else max(costs.grading_s.median, grading_s - generating_s)
+        left_s = grading_s if costs.graders is None else max(costs.grading_s.median, grading_s - _HIDDEN * generating_s)
         return generating_s + left_s + moves_s + update_s
     lanes = max(1.0, min(one.lanes, episodes * (1 + one.staleness) / (generators + helpers)))
     work_s = lengths.total * (generation.weights_s / lanes + generation.lane_s)

@@ -78,7 +78,7 @@ class RunCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Fit:
     """y = constant + slope * x, and the median relative error of that."""
 
     constant: float
@@ -86,12 +86,12 @@ class Line:
     error: float
 
 
-def fit_line(x: Sequence[float], y: Sequence[float], *, most_constant: float = _MOST_CONSTANT) -> Line:
+def fit_line(x: Sequence[float], y: Sequence[float], *, most_constant: float = _MOST_CONSTANT) -> Fit:
     """The median of all slopes between two points, and the median of what is left. Both are at least 0, and the
     constant is at most this part of the median. Few points, or points of nearly one x, go through the origin."""
     pairs = [(a, b) for a, b in zip(x, y, strict=True) if a > 0]
     if not pairs:
-        return Line(statistics.median(y) if y else 0.0, 0.0, 0.0)
+        return Fit(statistics.median(y) if y else 0.0, 0.0, 0.0)
     through_origin = statistics.median(b / a for a, b in pairs)
     mean = statistics.fmean(a for a, _ in pairs)
     if len(pairs) < _FEWEST_POINTS or statistics.pstdev(a for a, _ in pairs) < _LEAST_SPREAD * mean:
@@ -107,9 +107,9 @@ def fit_line(x: Sequence[float], y: Sequence[float], *, most_constant: float = _
     return _line(min(constant, most), slope, pairs)
 
 
-def _line(constant: float, slope: float, pairs: Sequence[tuple[float, float]]) -> Line:
+def _line(constant: float, slope: float, pairs: Sequence[tuple[float, float]]) -> Fit:
     errors = [abs(constant + slope * a - b) / b for a, b in pairs if b > 0]
-    return Line(constant, slope, statistics.median(errors) if errors else 0.0)
+    return Fit(constant, slope, statistics.median(errors) if errors else 0.0)
 
 
 def estimate_costs(records: RunRecords, *, others: Sequence[RunRecords] = ()) -> RunCosts:

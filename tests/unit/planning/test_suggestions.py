@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Suggestions for runs with a problem that was put into them, alarms that are more important, and the command."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from helpers.simulated_runs import COSTS, simulated, simulated_recipe
+from podium.cli import app
+from podium.controller.simulation.costs import CostModel, GenerationCost, LogNormal, UpdateCost
+from podium.errors import RecipeError, RunFolderError
+from podium.planning.alarms import alarm_of
+from podium.planning.run_costs import estimate_costs
+from podium.planning.run_records import read_records
+from podium.planning.suggestion import suggest, suggestion_lines
+
+SPLIT = {"layout": "split", "devices": 2}
+ROLLOUT = {"prompts_per_step": 4, "samples_per_prompt": 4, "max_running": 16}
+QUICK = replace(COSTS, update=UpdateCost(token_s=0.0005, constant_s=0.1), switch_s=0.05, publish_s=0.05)
+
+
+def ran(folder: Path, costs: CostModel, **changes: Any) -> Path:
+    """The folder of a simulated run, with gradients that are not 0: simulated learners learn nothing."""
+    recipe = simulated_recipe(folder, **{"rollout": ROLLOUT, "steps": 12, **changes})
+    run = simulated(recipe, costs).result.folder
+    rewrite(run, lambda step: {"grad_norm": 1.0, "loss": 0.1 * (-1) ** step})
+    return run
+
+
+def rewrite(run: Path, change: Callable[[int], dict[str, float]]) -> None:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    changed = [json.dumps({**line, **change(line["step"])}) + "\n" for line in lines]
+    (run / "metrics.jsonl").write_text("".join(changed))
+
+
+def keys(run: Path) -> dict[str, tuple[str, str]]:
+    found = suggest(estimate_costs(read_records(run)), budget_s=60.0)
+    return {} if found is None else found.base.changes_to(found.change)
+
+
+def test_slow_graders_are_too_few(tmp_path: Path) -> None:
+    """16 gradings of 4 s on two graders take 32 s, beside seconds of everything else."""
+    costs = replace(QUICK, grading_s=LogNormal(median=4.0), graders=2)
+    run = ran(tmp_path, costs, grading={"workers": 2})
+
+    assert keys(run) == {"grading.workers": ("2", "4")}
+    (line,) = suggestion_lines(run)
+    assert line.startswith("suggestion: generators wait ")
+    assert "% for grading: grading.workers 2 → 4 saves about " in line
+
+
+def test_what_is_saved_is_what_the_change_saves(tmp_path: Path) -> None:
+    costs = replace(QUICK, grading_s=LogNormal(median=4.0), graders=2)
+    before = ran(tmp_path / "before", costs, grading={"workers": 2})
+    after = ran(tmp_path / "after", costs, grading={"workers": 4})
+    found = suggest(estimate_costs(read_records(before)), budget_s=60.0)
+
+    assert found is not None
+    saved_s = read_records(before).step_s - read_records(after).step_s
+    assert found.saved_s == pytest.approx(saved_s, rel=0.12)
+
+
+def test_a_slow_generator_needs_devices_or_overlap(tmp_path: Path) -> None:
+    """One of four devices generates, for ten times as long as the others learn."""
+    costs = replace(QUICK, generation=GenerationCost(weights_s=0.001, lane_s=0.01), publish_s=0.1)
+    placement = {"layout": "split", "devices": 4, "rollout_devices": 1}
+    changed = keys(ran(tmp_path, costs, placement=placement))
+    assert changed in (
+        {"placement.rollout_devices": ("1", "2")},
+        {"placement.layout": ("split", "elastic")},
+        {"placement.layout": ("split", "colocated")},
+    )
+
+
+def test_too_few_lanes(tmp_path: Path) -> None:
+    """Answers of one length on two lanes of 16: a step of the engine costs the same for four."""
+    costs = replace(QUICK, generation=GenerationCost(weights_s=0.05), answer_tokens=LogNormal(median=40.0, sigma=0.3))
+    rollout = {**ROLLOUT, "max_running": 2}
+    assert keys(ran(tmp_path, costs, rollout=rollout)) == {"rollout.max_running": ("2", "4")}
+
+
+def test_overlap_is_suggested_with_its_price(tmp_path: Path) -> None:
+    """Generation and update take about as long, one after the other."""
+    costs = replace(
+        COSTS, generation=GenerationCost(weights_s=0.05), answer_tokens=LogNormal(median=60.0, sigma=0.1),
+        update=UpdateCost(token_s=0.003), publish_s=0.05,
+    )  # fmt: skip
+    run = ran(tmp_path, costs, placement=SPLIT)
+    assert keys(run) == {"rollout.staleness": ("0", "1")}
+    assert "less on-policy" in suggestion_lines(run)[0]
+
+
+def test_a_run_that_nothing_makes_faster_gets_no_suggestion(tmp_path: Path) -> None:
+    costs = replace(QUICK, generation=GenerationCost(weights_s=0.0001), update=UpdateCost(token_s=0.01))
+    run = ran(tmp_path, costs, placement={"devices": 1})
+    assert keys(run) == {}
+    assert suggestion_lines(run) == []
+
+
+def test_no_suggestion_from_a_simulation_that_is_far_from_the_run(tmp_path: Path) -> None:
+    costs = replace(QUICK, grading_s=LogNormal(median=4.0), graders=2)
+    found = estimate_costs(read_records(ran(tmp_path, costs, grading={"workers": 2})))
+    assert suggest(found) is not None
+    assert suggest(replace(found, simulated_step_s=1.2 * found.repeated_s)) is None
+
+
+def test_the_suggestion_takes_a_moment_and_never_raises(tmp_path: Path) -> None:
+    run = ran(tmp_path, replace(QUICK, grading_s=LogNormal(median=4.0), graders=2), grading={"workers": 2})
+    began_s = time.perf_counter()
+    assert suggestion_lines(run)
+    assert time.perf_counter() - began_s < 20.0  # a second on a quiet machine
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert suggestion_lines(run) == []
+    assert suggestion_lines(tmp_path / "nothing") == []
+
+
+# --- alarms ---
+
+
+def test_equal_rewards_are_an_alarm_only_while_they_last(tmp_path: Path) -> None:
+    recipe = simulated_recipe(tmp_path)
+    bad = {"reward/min": 0.0, "reward/max": 0.0, "groups/uniform": 1.0}
+    found = [(step, {**values, **bad}) for step, values in steps()]
+    assert "every episode has the same total reward" in str(alarm_of(recipe, found))
+    later = [(step + 8, values) for step, values in steps()] + [(step + 16, values) for step, values in steps()]
+    assert alarm_of(recipe, [*found, *later]) is None
+
+
+def steps(**last: float) -> list[tuple[int, dict[str, float]]]:
+    """Eight healthy steps, the last two of which have other values."""
+    healthy = {
+        "loss": 0.1, "grad_norm": 1.0, "entropy": 2.0, "response/mean": 100.0, "episodes/truncated": 0.1,
+        "reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0, "groups/solve_rate": 0.5, "gap/mean": 1e-5,
+        "kl/reference": 0.01, "lr": 1e-5, "groups/uniform": 0.1,
+    }  # fmt: skip
+    names = {name.replace("__", "/"): value for name, value in last.items()}
+    return [(step, {**healthy, **(names if step > 6 else {})}) for step in range(1, 9)]
+
+
+@pytest.mark.parametrize(
+    ("last", "text"),
+    [
+        ({"skipped": 1.0}, "not finite"),
+        ({"loss": float("nan")}, "not finite"),
+        ({"grad_norm": 20.0}, "may diverge"),
+        ({"gap__mean": 0.3}, "differ in their log-probs"),
+        ({"entropy": 0.05}, "stops exploring"),
+        ({"response__mean": 300.0}, "grown from 100 to 300 tokens"),
+        ({"episodes__truncated": 0.8}, "80% of the answers are cut off"),
+        ({"reward__mean": 0.9, "kl__reference": 0.4}, "may game the reward"),
+        ({"reward__mean": 0.9, "groups__solve_rate": 0.2}, "fewer episodes are solved"),
+    ],
+)
+def test_signs_in_the_metrics(tmp_path: Path, last: dict[str, float], text: str) -> None:
+    recipe = simulated_recipe(tmp_path)
+    assert alarm_of(recipe, steps()) is None
+    found = alarm_of(recipe, steps(**last))
+    assert found is not None
+    assert text in found
+
+
+def test_an_alarm_is_said_instead_of_a_suggestion(tmp_path: Path) -> None:
+    run = ran(tmp_path, replace(QUICK, grading_s=LogNormal(median=4.0), graders=2), grading={"workers": 2})
+    rewrite(run, lambda step: {"response/mean": 1_000.0 if step > 8 else 90.0})
+
+    (line,) = suggestion_lines(run)
+    assert line.startswith("look at this first: answers have grown")
+
+
+# --- the command ---
+
+
+def test_podium_plan_from_a_run(tmp_path: Path) -> None:
+    run = ran(tmp_path, COSTS, placement={"devices": 2})
+
+    shown = CliRunner().invoke(app, ["plan", "--from", str(run)])
+    as_json = CliRunner().invoke(app, ["plan", "--from", str(run), "--devices", "2,4", "--staleness", "1", "--json"])
+
+    assert shown.exit_code == 0, shown.output
+    assert "the same steps simulated" in shown.output
+    assert "best: " in shown.output
+    assert "split 1:1, staleness 2" in shown.output
+    values = json.loads(as_json.output)
+    assert values["current"]["layout"] == "colocated"
+    assert {each["devices"] for each in values["predictions"]} == {2, 4}
+    assert {each["staleness"] for each in values["predictions"][1:]} == {1}
+    for each in values["predictions"]:
+        assert sum(each["phases_s"].values()) == pytest.approx(each["step_s"], rel=1e-6)
+
+
+def test_podium_plan_says_what_is_missing(tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    assert "give a recipe, or a run" in run(app, ["plan"]).output
+    assert "give a recipe, or a run" in run(app, ["plan", "a.yaml", "--from", "runs/a"]).output
+    missing = run(app, ["plan", "--from", str(tmp_path / "none")])
+    assert isinstance(missing.exception, RunFolderError)
+    assert "there is no run folder" in str(missing.exception)
+    short = ran(tmp_path, COSTS, steps=2)
+    assert "needs 4" in str(run(app, ["plan", "--from", str(short)]).exception)
+    wrong = run(app, ["plan", "--from", str(short), "--devices", "none"])
+    assert isinstance(wrong.exception, RecipeError)
