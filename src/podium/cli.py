@@ -24,6 +24,7 @@ from podium.commands.plan import plan
 from podium.commands.replay import replay
 from podium.commands.trace import trace
 from podium.commands.try_recipe import try_recipe
+from podium.commands.ui import ui
 from podium.errors import PodiumError, RecipeError, RunStoppedError
 from podium.python_hints import PythonNote
 from podium.recipe.pipeline_loading import recipe_schema
@@ -189,6 +190,7 @@ app.command()(replay)
 app.command()(compare)
 app.command()(trace)
 app.command()(plan)
+app.command()(ui)
 app.command()(generate)
 
 

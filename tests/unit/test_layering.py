@@ -15,7 +15,8 @@ import podium
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
     "errors", "disk", "importing", "progress", "recipe", "observe", "algorithms", "data", "environments", "models",
-    "engine", "weights", "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "planning", "checks",
+    "engine", "weights", "rollout", "runs", "ui", "cluster", "roles", "controller", "spmd", "programs", "planning",
+    "checks",
     "pipeline_checks", "python_hints", "python_objects", "recipe_arguments", "generating", "execution", "evaluating",
     "replaying", "drafting", "trying", "api", "commands", "cli", "supervising",
 )  # fmt: skip
@@ -28,6 +29,7 @@ TORCH_FREE = (
     "recipe",
     "observe",
     "runs",
+    "ui",
     "data",
     "environments",
     "planning",

@@ -83,7 +83,7 @@ class Change:
 
 def changes(old: Recipe, new: Recipe) -> list[Change]:
     """All keys whose values differ."""
-    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    before, after = flat_values(old.model_dump(mode="json")), flat_values(new.model_dump(mode="json"))
     return [
         Change(
             key=key,
@@ -98,7 +98,7 @@ def changes(old: Recipe, new: Recipe) -> list[Change]:
 
 def written_differences(first: Recipe, second: Recipe) -> dict[str, tuple[Any, Any]]:
     """Key path -> both values, of keys that differ. A value from an environment variable is the reference to it."""
-    before, after = _flat(first.stored_values()), _flat(second.stored_values())
+    before, after = flat_values(first.stored_values()), flat_values(second.stored_values())
     return {
         key: (before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())
@@ -114,7 +114,7 @@ def is_training_data(key: str) -> bool:
 def what_matters(recipe: Recipe) -> dict[str, Any]:
     """Key path -> value, of every key that affects the resulting weights. An option from an environment variable counts
     as the reference that was written: options are where secrets are, and a new password is no other recipe."""
-    flat = _flat(recipe.model_dump(mode="json"))
+    flat = flat_values(recipe.model_dump(mode="json"))
     flat |= {key: text for key, text in written_options(recipe).items() if key in flat}
     return {
         key: value
@@ -155,9 +155,10 @@ def reason_against(key: str, recipe: Recipe) -> str | None:
     return "the steps already taken used the old value"
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def flat_values(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Key path -> value, of every value that holds no others."""
     if isinstance(value, Mapping) and value:
-        return {k: v for key, item in value.items() for k, v in _flat(item, f"{prefix}{key}.").items()}
+        return {k: v for key, item in value.items() for k, v in flat_values(item, f"{prefix}{key}.").items()}
     if isinstance(value, list) and value:
-        return {k: v for index, item in enumerate(value) for k, v in _flat(item, f"{prefix}{index}.").items()}
+        return {k: v for index, item in enumerate(value) for k, v in flat_values(item, f"{prefix}{index}.").items()}
     return {prefix.rstrip("."): value}

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs and pipelines of a folder, each with an id. A path is never made from what a request says: ids are looked
+up here. Nothing that is read lies outside the folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from podium.errors import PodiumError, RunFolderError
+from podium.runs.folder import is_pipeline_folder
+from podium.runs.pipeline_folder import PipelineFolder
+from podium.ui.answers import PageError
+
+# Between the names of a pipeline and of its stage.
+_OF_STAGE = ":"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEntry:
+    """One run or pipeline. `parent` is the id of the pipeline that a stage belongs to; `broken` says why a folder
+    cannot be read."""
+
+    id: str
+    path: Path
+    is_pipeline: bool = False
+    parent: str | None = None
+    broken: str | None = None
+
+
+class RunCatalogue:
+    """Looks into the folder again at every call: runs come and go while the page is open."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` has runs, or is a run or pipeline itself."""
+        if not folder.is_dir():
+            raise RunFolderError(
+                f"there is no folder {folder}. Give the folder of your runs (`run.folder` of a recipe, by default "
+                "runs/), or that of one run."
+            )
+        self.folder = folder
+        self._root = folder.resolve()
+
+    def entries(self) -> list[RunEntry]:
+        """All runs and pipelines, with the stages after their pipeline."""
+        if _is_run(self._root) or is_pipeline_folder(self._root):
+            return list(self._family(self._root))
+        try:
+            paths = sorted(Path(each.path) for each in os.scandir(self._root) if not each.name.startswith("."))
+        except OSError as error:
+            raise PageError(500, f"{self.folder} cannot be read: {error.strerror or error}.") from error
+        return [entry for path in paths for entry in self._family(path)]
+
+    def find(self, run_id: str) -> RunEntry:
+        """The entry with this id."""
+        found = next((entry for entry in self.entries() if entry.id == run_id), None)
+        if found is None:
+            raise PageError(
+                404,
+                f"there is no run {run_id[:200]!r} in {self.folder}. It was removed or renamed: go back to the list.",
+            )
+        return found
+
+    def readable(self, run_id: str) -> RunEntry:
+        """The entry with this id, if it can be read."""
+        entry = self.find(run_id)
+        if entry.broken is not None:
+            raise PageError(422, entry.broken)
+        return entry
+
+    def _family(self, path: Path) -> Iterator[RunEntry]:
+        """A run; or a pipeline and its stages; nothing for other files and folders."""
+        if not is_pipeline_folder(path):
+            if _is_run(path) or _looks_like_a_run(path):
+                yield RunEntry(id=path.name, path=path, broken=self._fault(path))
+            return
+        fault, stages = self._fault(path), list[str]()
+        if fault is None:
+            try:
+                stages = [str(name) for name in PipelineFolder.open(path).state()["order"]]
+            except (PodiumError, OSError, KeyError, TypeError) as error:
+                fault = f"{path / 'pipeline.json'} is damaged ({error}). Restore it, or remove the folder."
+        yield RunEntry(id=path.name, path=path, is_pipeline=True, broken=fault)
+        for name in stages:
+            stage = path / name
+            if os.sep not in name and name not in ("", ".", "..") and _is_run(stage):
+                yield RunEntry(
+                    id=f"{path.name}{_OF_STAGE}{name}", path=stage, parent=path.name, broken=self._fault(stage)
+                )
+
+    def _fault(self, path: Path) -> str | None:
+        """Why a folder is not read: it, or one of its entries, is a link to somewhere else."""
+        try:
+            links = [each.path for each in os.scandir(path) if each.is_symlink()]
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror or error}."
+        outside = [each for each in (str(path), *links) if not Path(each).resolve().is_relative_to(self._root)]
+        if outside:
+            return (
+                f"{outside[0]} is a link out of {self.folder}, and the page reads nothing outside of that folder. "
+                "Start `podium ui` with the folder that it links to."
+            )
+        if not is_pipeline_folder(path) and not ((path / "recipe.yaml").is_file() and _is_run(path)):
+            missing = "run.json" if not _is_run(path) else "recipe.yaml"
+            return f"{path} has no {missing}: it is no whole run folder. Restore the file, or remove the folder."
+        return None
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "run.json").is_file()
+
+
+def _looks_like_a_run(path: Path) -> bool:
+    """Whether this is what is left of a run: its state is lost."""
+    return (path / "recipe.yaml").is_file() and ((path / "metrics.jsonl").is_file() or (path / "checkpoints").is_dir())

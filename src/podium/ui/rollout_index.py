@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An index of all kept rollouts of a run in SQLite, for sorting and searching over all steps. A thread builds it file
+by file, and no request waits for it: a page says how far it is.
+
+The index is a cache. It is in the folder `.cache` beside the runs, or, where that cannot be written, in a temporary
+folder that ends with the process. It may be removed at any time."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from podium.ui.answers import PageError
+from podium.ui.rollout_reading import FOLDER, num_rows, stamp_of, step_files, summary_rows
+
+_FORMAT = 1
+_BUSY_S = 5.0
+# Between looks into the folder, and how long nobody must have asked until the thread ends.
+_LOOK_S, _UNUSED_S = 2.0, 60.0
+_TABLES = """
+CREATE TABLE IF NOT EXISTS files (step INTEGER PRIMARY KEY, stamp TEXT NOT NULL, rows INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS episodes (
+  step INTEGER NOT NULL, grp INTEGER NOT NULL, sample INTEGER NOT NULL, source TEXT, row INTEGER, reward REAL,
+  rewards TEXT NOT NULL, length INTEGER, ending TEXT, trained INTEGER, preview TEXT NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_step ON episodes (step, grp, sample);
+CREATE INDEX IF NOT EXISTS by_reward ON episodes (reward);
+CREATE INDEX IF NOT EXISTS by_length ON episodes (length);
+"""
+_COLUMNS = "step, grp, sample, source, row, reward, rewards, length, ending, trained, preview"
+_ORDERS = {
+    "step": "step, grp, sample", "-step": "step DESC, grp, sample", "group": "grp, step, sample",
+    "reward": "reward, step, grp, sample", "-reward": "reward DESC, step, grp, sample",
+    "length": "length, step, grp, sample", "-length": "length DESC, step, grp, sample",
+}  # fmt: skip
+SORTS = tuple(_ORDERS)
+# Instructions of SQLite between looks at the clock.
+_TICKS = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutFilter:
+    """Which episodes, and in which order. None: no condition."""
+
+    sort: str
+    search: str = ""
+    source: str | None = None
+    group: int | None = None
+    row: int | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRows:
+    """One page of episodes. `is_whole`: the search saw every row; else `total` is how many it saw in its time."""
+
+    rows: Sequence[Mapping[str, Any]]
+    total: int
+    is_whole: bool
+
+
+class RolloutIndex:
+    """The index of one run. Used by several threads; `close` ends its own."""
+
+    def __init__(self, run: Path, cache: Path | None) -> None:
+        """`cache`: a folder for the file, which is made if need be; None: a temporary one."""
+        self._run = run
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._file = self._place(cache)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closing, self._looked = threading.Event(), threading.Event()
+        self._asked_s = 0.0
+        self.done = self.of = 0
+
+    def _place(self, cache: Path | None) -> Path:
+        name = f"ui-rollouts-{hashlib.sha256(str(self._run.resolve()).encode()).hexdigest()[:16]}.sqlite"
+        for folder in (cache, None):
+            if folder is None:
+                self._temporary = tempfile.TemporaryDirectory(prefix="podium-ui-")
+                folder = Path(self._temporary.name)
+            with contextlib.suppress(OSError, sqlite3.Error):
+                folder.mkdir(parents=True, exist_ok=True)
+                with self._opened(folder / name):
+                    return folder / name
+        raise PageError(500, f"no index of {self._run / FOLDER} can be written, not even in a temporary folder.")
+
+    @contextlib.contextmanager
+    def _opened(self, file: Path | None = None) -> Iterator[sqlite3.Connection]:
+        """A connection of its own for every use: threads share none. A file of another format is made again."""
+        file = file or self._file
+        connection = sqlite3.connect(file, timeout=_BUSY_S)
+        try:
+            if connection.execute("PRAGMA user_version").fetchone()[0] != _FORMAT:
+                connection.executescript("DROP TABLE IF EXISTS files; DROP TABLE IF EXISTS episodes;")
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.executescript(_TABLES)
+                connection.execute(f"PRAGMA user_version = {_FORMAT}")
+            connection.execute("PRAGMA synchronous = OFF")
+            yield connection
+        finally:
+            connection.close()
+
+    def wake(self, *, wait_s: float = 0.0) -> None:
+        """Starts the thread if it is not there, and waits at most so long until it has looked at everything once."""
+        with self._lock:
+            self._asked_s = time.monotonic()
+            if self._thread is None or not self._thread.is_alive():
+                self._looked.clear()
+                self._thread = threading.Thread(target=self._follow, name="podium-ui-index", daemon=True)
+                self._thread.start()
+        self._looked.wait(wait_s)
+
+    def close(self) -> None:
+        """Ends the thread after the file that it reads now."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(timeout=_BUSY_S)
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def _follow(self) -> None:
+        while not self._closing.is_set() and time.monotonic() - self._asked_s < _UNUSED_S:
+            with contextlib.suppress(sqlite3.Error, OSError):  # a full disk, another process: tried again
+                self.update()
+            self._looked.set()
+            self._closing.wait(_LOOK_S)
+
+    def update(self) -> None:
+        """Takes in files that are new or were replaced, the newest first, and forgets those that are gone."""
+        with self._opened() as connection:
+            known = {step: (stamp, rows) for step, stamp, rows in connection.execute("SELECT * FROM files")}
+            files = step_files(self._run)
+            stamps = {step: stamp_of(path) for step, path in files.items()}
+            gone = [step for step in known if stamps.get(step) is None]
+            new = [step for step in files if stamps[step] is not None and known.get(step, ("",))[0] != stamps[step]]
+            rows = {step: num_rows(files[step]) for step in new[-200:]}
+            mean = sum(rows.values()) / len(rows) if rows else 0.0
+            kept = sum(count for step, (_, count) in known.items() if step not in gone and step not in new)
+            self.done, self.of = kept, kept + round(mean * len(new))
+            for step in gone:
+                self._replace(connection, step, None, [])
+            for step in reversed(new):
+                if self._closing.is_set():
+                    return
+                try:
+                    episodes = summary_rows(files[step], step)
+                except PageError:
+                    episodes = []  # its own page says what is wrong with it
+                self._replace(connection, step, stamps[step], episodes)
+                self.done += len(episodes)
+                self.of = max(self.of, self.done)
+            self.of = self.done
+
+    @staticmethod
+    def _replace(
+        connection: sqlite3.Connection, step: int, stamp: str | None, episodes: Sequence[Mapping[str, Any]]
+    ) -> None:
+        with connection:
+            connection.execute("DELETE FROM episodes WHERE step = ?", (step,))
+            connection.execute("DELETE FROM files WHERE step = ?", (step,))
+            if stamp is None:
+                return
+            connection.execute("INSERT INTO files VALUES (?, ?, ?)", (step, stamp, len(episodes)))
+            connection.executemany(
+                f"INSERT INTO episodes ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (
+                        step, each["group"], each["sample"], each["source"], each["row"], each["reward"],
+                        json.dumps(each["rewards"]), each["length"], each["ending"],
+                        None if each["trained"] is None else int(each["trained"]), each["preview"],
+                    )
+                    for each in episodes
+                ],
+            )  # fmt: skip
+
+    def page(self, wanted: RolloutFilter, *, page: int, size: int, most_s: float) -> FoundRows:
+        """One page of what is indexed so far, within a time. A search that takes longer ends with what it found."""
+        conditions, values = _conditions(wanted)
+        where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+        until_s = time.monotonic() + most_s
+        rows: list[tuple[Any, ...]] = []
+        total, is_whole = 0, True
+        with self._opened() as connection:
+            connection.set_progress_handler(lambda: time.monotonic() > until_s, _TICKS)
+            try:
+                query = f"SELECT {_COLUMNS} FROM episodes {where} ORDER BY {_ORDERS[wanted.sort]} LIMIT ? OFFSET ?"
+                rows.extend(connection.execute(query, (*values, size, (page - 1) * size)))
+                if conditions:
+                    total = connection.execute(f"SELECT COUNT(*) FROM episodes {where}", values).fetchone()[0]
+                else:
+                    total = connection.execute("SELECT COALESCE(SUM(rows), 0) FROM files").fetchone()[0]
+            except sqlite3.OperationalError as error:
+                if "interrupt" not in str(error):
+                    raise PageError(500, f"the index of {self._run / FOLDER} cannot be read: {error}.") from error
+                total, is_whole = (page - 1) * size + len(rows), False
+        return FoundRows(rows=[_row(row) for row in rows], total=total, is_whole=is_whole)
+
+    def sources(self) -> list[str]:
+        """Names of data sources, as far as the newest rows have them."""
+        with self._opened() as connection:
+            found = connection.execute(
+                "SELECT DISTINCT source FROM (SELECT source FROM episodes ORDER BY step DESC LIMIT 5000)"
+            )
+            return sorted(name for (name,) in found if name is not None)
+
+
+def _conditions(wanted: RolloutFilter) -> tuple[list[str], list[object]]:
+    conditions: list[str] = []
+    values: list[object] = []
+    for condition, value in (
+        ("source = ?", wanted.source), ("grp = ?", wanted.group), ("row = ?", wanted.row),
+        ("step >= ?", wanted.first_step), ("step <= ?", wanted.last_step),
+    ):  # fmt: skip
+        if value is not None:
+            conditions.append(condition)
+            values.append(value)
+    if wanted.search:
+        conditions.append("preview LIKE ? ESCAPE '\\'")
+        escaped = wanted.search.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+        values.append(f"%{escaped}%")
+    return conditions, values
+
+
+def _row(row: Sequence[Any]) -> Mapping[str, Any]:
+    step, group, sample, source, number, reward, rewards, length, ending, trained, preview = row
+    return {
+        "step": step, "group": group, "sample": sample, "source": source, "row": number, "reward": reward,
+        "rewards": json.loads(rewards), "length": length, "ending": ending,
+        "trained": None if trained is None else bool(trained), "preview": preview,
+    }  # fmt: skip

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of the table of rollouts: those of one step straight from its file, those of all steps from the index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from podium.ui.answers import PageError, Query
+from podium.ui.rollout_index import SORTS, RolloutFilter, RolloutIndex
+from podium.ui.rollout_reading import FOLDER, episodes, step_files, summary_rows, texts_of
+
+_SIZE, _MOST_SIZE, _MOST_PAGES = 50, 500, 1_000_000
+# How long a request waits for a small index, and searches in a large one.
+_WAIT_S, _SEARCH_S = 0.5, 1.5
+Json = dict[str, Any]
+
+
+class RunRollouts:
+    """The kept rollouts of one run."""
+
+    def __init__(self, run: Path, cache: Path | None) -> None:
+        self._run, self._cache = run, cache
+        self._index: RolloutIndex | None = None
+
+    @property
+    def are_there(self) -> bool:
+        """Whether the run has any."""
+        return bool(step_files(self._run))
+
+    def close(self) -> None:
+        """Ends the thread that builds the index."""
+        if self._index is not None:
+            self._index.close()
+
+    def page(self, query: Query) -> Json:
+        """One page of rows, with the first and last step, and how far the index is."""
+        files = step_files(self._run)
+        sort = query.text("sort", "step")
+        if sort not in SORTS:
+            raise PageError(400, f"sort={sort!r} in the address is none of {', '.join(SORTS)}.")
+        number = query.whole("page", 1, least=1, most=_MOST_PAGES)
+        size = query.whole("size", _SIZE, least=1, most=_MOST_SIZE)
+        step = query.optional_whole("step")
+        wanted = RolloutFilter(
+            sort=sort,
+            search=query.text("q"),
+            source=query.values.get("source"),
+            group=query.optional_whole("group"),
+            row=query.optional_whole("row"),
+            first_step=query.optional_whole("from"),
+            last_step=query.optional_whole("to"),
+        )
+        common = {"page": number, "size": size, "steps": [min(files), max(files)] if files else []}
+        if step is not None:
+            return common | self._of_step(files, step, wanted, number, size)
+        if not files:
+            return common | {"total": 0, "rows": [], "sources": [], "index": {"done": 0, "of": 0}}
+        if self._index is None:
+            self._index = RolloutIndex(self._run, self._cache)
+        self._index.wake(wait_s=_WAIT_S)
+        found = self._index.page(wanted, page=number, size=size, most_s=_SEARCH_S)
+        return common | {
+            "total": found.total,
+            "is_whole": found.is_whole,
+            "rows": found.rows,
+            "sources": self._index.sources(),
+            "index": {"done": self._index.done, "of": self._index.of},
+        }
+
+    def _of_step(self, files: Mapping[int, Path], step: int, wanted: RolloutFilter, number: int, size: int) -> Json:
+        """Reads one file. A search sees the whole text of every message."""
+        rows = summary_rows(self._file(files, step), step, texts=bool(wanted.search))
+        sources = sorted({row["source"] for row in rows if row["source"] is not None})
+        for name, value in (("source", wanted.source), ("group", wanted.group), ("row", wanted.row)):
+            if value is not None:
+                rows = [row for row in rows if row[name] == value]
+        if wanted.search:
+            needle = wanted.search.casefold()
+            rows = [row for row in rows if any(needle in text.casefold() for text in texts_of(row.pop("messages")))]
+        field = wanted.sort.removeprefix("-")
+        rows.sort(key=lambda row: (row["group"], row["sample"]))
+        if field in ("reward", "length"):
+            known = [row for row in rows if row[field] is not None]
+            known.sort(key=lambda row: row[field], reverse=wanted.sort.startswith("-"))
+            rows = known + [row for row in rows if row[field] is None]
+        begin = (number - 1) * size
+        return {
+            "total": len(rows),
+            "is_whole": True,
+            "rows": rows[begin : begin + size],
+            "sources": sources,
+            "index": {"done": len(rows), "of": len(rows)},
+        }
+
+    def group(self, step: int, group: int) -> Json:
+        """All episodes of one group, with the groups before and after it in the file."""
+        return episodes(self._file(step_files(self._run), step), group)
+
+    def _file(self, files: Mapping[int, Path], step: int) -> Path:
+        if step in files:
+            return files[step]
+        if not files:
+            raise PageError(
+                404, f"{self._run} keeps no rollouts. A run keeps them in its folder {FOLDER} if run.rollouts says so."
+            )
+        raise PageError(
+            404, f"{self._run} keeps no rollouts of step {step}: it has those from step {min(files)} to {max(files)}."
+        )

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The timeline of a run for the page: what every worker did when, and while it was idle, what the controller did. Fine
+parts are merged, so that an answer has a bounded size; the seconds of every cause stay what they are."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from podium.observe.timeline import TimelineWorker, read_timeline
+from podium.runs.accounting import CausedSegment, WorkerTime, caused_segments
+from podium.ui.summaries import event_marks
+
+# Bytes of every file that are read: the newest hour or more of a large run.
+_MOST_BYTES = 8 << 20
+# Fine parts are merged into stretches of so many points, each with its largest causes.
+_STRETCH, _MOST_CAUSES = 8, 5
+# Reading again takes at most this share of the time.
+_BUSY_SHARE = 0.2
+_MOST_WORKERS = 256
+_OTHER = "other"
+Json = dict[str, Any]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WorkerSegments:
+    """All that one worker did, as columns: no gaps within a launch of the run."""
+
+    worker: str
+    begin_s: Floats
+    end_s: Floats
+    cause: NDArray[np.int64]  # its place in `causes`
+    causes: Sequence[tuple[str, bool]]  # name, and whether it is idle time
+
+    @classmethod
+    def of(cls, worker: str, segments: Iterable[CausedSegment]) -> WorkerSegments:
+        """From segments in the order of time."""
+        numbers: dict[tuple[str, bool], int] = {}
+        rows = [
+            (each.begin_s, each.end_s, numbers.setdefault((each.cause, each.is_idle), len(numbers)))
+            for each in segments
+        ]
+        columns = np.array(rows, dtype=np.float64).reshape(-1, 3)
+        return cls(
+            worker=worker, begin_s=columns[:, 0], end_s=columns[:, 1], cause=columns[:, 2].astype(np.int64),
+            causes=list(numbers),
+        )  # fmt: skip
+
+    def spans(self, begin_s: float, end_s: float, points: int) -> list[Json]:
+        """What it did in an interval. Parts that are shorter than a point are merged with their neighbours into
+        stretches, in which each cause has its share; those are marked as merged."""
+        first, last = np.searchsorted(self.end_s, begin_s, "right"), np.searchsorted(self.begin_s, end_s, "left")
+        begins = np.clip(self.begin_s[first:last], begin_s, end_s)
+        ends, causes = np.clip(self.end_s[first:last], begin_s, end_s), self.cause[first:last]
+        is_kept = ends > begins
+        begins, ends, causes = begins[is_kept], ends[is_kept], causes[is_kept]
+        if not len(begins):
+            return []
+        point_s = (end_s - begin_s) / points
+        is_long = (ends - begins >= point_s) | (len(begins) <= points)
+        stretch = ((begins - begin_s) / (_STRETCH * point_s)).astype(np.int64)
+        is_gap = np.append(True, begins[1:] > ends[:-1] + point_s)  # between two launches of the run
+        is_new = is_long | np.append(True, is_long[:-1]) | np.append(True, stretch[1:] != stretch[:-1]) | is_gap
+        starts = np.flatnonzero(is_new)
+        stops = np.append(starts[1:], len(begins))
+        found: list[Json] = []
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            if stop == start + 1:
+                name, is_idle = self.causes[causes[start]]
+                _append(found, name, is_idle, float(begins[start]), float(ends[start]), is_merged=False)
+            else:
+                self._merge(found, begins[start:stop], ends[start:stop], causes[start:stop])
+        return found
+
+    def _merge(self, found: list[Json], begins: Floats, ends: Floats, causes: NDArray[np.int64]) -> None:
+        seconds = np.bincount(causes, weights=ends - begins, minlength=len(self.causes))
+        order = np.argsort(-seconds, kind="stable")
+        shown = [at for at in order[:_MOST_CAUSES].tolist() if seconds[at] > 0]
+        rest = float(seconds.sum() - seconds[shown].sum())
+        at_s = float(begins[0])
+        for place in sorted(shown):  # in one order everywhere, so that bands line up
+            name, is_idle = self.causes[place]
+            length = float(seconds[place])
+            _append(found, name, is_idle, at_s, at_s + length, is_merged=True)
+            at_s += length
+        if rest > 1e-9:
+            _append(found, _OTHER, False, at_s, at_s + rest, is_merged=True)
+
+
+def _append(found: list[Json], name: str, is_idle: bool, begin_s: float, end_s: float, *, is_merged: bool) -> None:
+    found.append({"name": name, "begin_s": round(begin_s, 6), "end_s": round(end_s, 6), "idle": is_idle})
+    if is_merged:
+        found[-1]["merged"] = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Read:
+    """What the files had when they were read."""
+
+    stamp: object = None
+    workers: Sequence[WorkerSegments] = ()
+    times: Sequence[WorkerTime] = ()
+    read_s: float = 0.0  # how long it took
+    at_s: float = field(default_factory=time.monotonic)
+
+
+class RunTimeline:
+    """The timeline of one run. It is read again when the files have grown, but not all the time."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._read = _Read()
+
+    def view(self, begin_s: float | None, end_s: float | None, points: int) -> Json:
+        """An interval, by default the whole."""
+        workers = self._current().workers
+        whole = _extent(workers)
+        begin, end = whole[0] if begin_s is None else begin_s, whole[1] if end_s is None else end_s
+        marks = event_marks(self._run)
+        if not workers or end <= begin:
+            return {"begin_s": begin, "end_s": end, "whole": list(whole), "workers": [], "marks": marks}
+        return {
+            "begin_s": begin,
+            "end_s": end,
+            "whole": list(whole),
+            "workers": [
+                {
+                    "name": each.worker, "kind": TimelineWorker.of(each.worker).kind,
+                    "spans": each.spans(begin, end, points),
+                }
+                for each in workers[:_MOST_WORKERS]
+            ],
+            "left_out": max(0, len(workers) - _MOST_WORKERS),
+            "marks": [mark for mark in marks if begin <= mark["time_s"] <= end],
+        }  # fmt: skip
+
+    def accounting(self) -> Json:
+        """The seconds of every worker by cause."""
+        return {
+            "workers": [
+                {
+                    "name": each.worker,
+                    "kind": TimelineWorker.of(each.worker).kind,
+                    "seconds": dict(sorted(each.seconds.items(), key=lambda item: -item[1])),
+                    "total_s": each.total_s,
+                }
+                for each in self._current().times
+            ]
+        }
+
+    def _current(self) -> _Read:
+        with self._lock:  # a second request waits for the reader instead of reading too
+            stamp = tuple(_stamps(self._run))
+            waited_s = time.monotonic() - self._read.at_s
+            if stamp != self._read.stamp and (
+                self._read.stamp is None or waited_s >= self._read.read_s / _BUSY_SHARE - self._read.read_s
+            ):
+                self._read = self._again(stamp)
+            return self._read
+
+    def _again(self, stamp: object) -> _Read:
+        begin_s = time.monotonic()
+        spans = list(read_timeline(self._run, most_bytes=_MOST_BYTES))
+        accounted = caused_segments(spans)
+        workers = [WorkerSegments.of(worker, segments) for worker, segments in accounted.items()]
+        times = [WorkerTime(worker=each.worker, seconds=_seconds(each)) for each in workers]
+        return _Read(stamp=stamp, workers=workers, times=times, read_s=time.monotonic() - begin_s)
+
+
+def _seconds(worker: WorkerSegments) -> dict[str, float]:
+    sums = np.bincount(worker.cause, weights=worker.end_s - worker.begin_s, minlength=len(worker.causes))
+    return {name: float(spent) for (name, _), spent in zip(worker.causes, sums, strict=True)}
+
+
+def _extent(workers: Sequence[WorkerSegments]) -> tuple[float, float]:
+    filled = [each for each in workers if len(each.begin_s)]
+    if not filled:
+        return 0.0, 0.0
+    return min(float(each.begin_s[0]) for each in filled), max(float(each.end_s[-1]) for each in filled)
+
+
+def _stamps(run: Path) -> Iterator[tuple[str, int, int]]:
+    for path in sorted(run.glob("timeline*.jsonl")):
+        try:
+            stat = path.stat()
+        except OSError:
+            continue
+        yield path.name, stat.st_size, stat.st_ino
