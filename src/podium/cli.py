@@ -22,6 +22,7 @@ from podium.commands.generate import generate
 from podium.commands.init import init
 from podium.commands.plan import plan
 from podium.commands.replay import replay
+from podium.commands.report import report
 from podium.commands.trace import trace
 from podium.commands.try_recipe import try_recipe
 from podium.commands.ui import ui
@@ -191,6 +192,7 @@ app.command()(compare)
 app.command()(trace)
 app.command()(plan)
 app.command()(ui)
+app.command()(report)
 app.command()(generate)
 
 

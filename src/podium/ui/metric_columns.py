@@ -7,7 +7,7 @@ import json
 import math
 import threading
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 _CHUNK = 4 << 20
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # Steps at which a metric was not finite; more are not named.
 _MOST_NAMED = 100
 Floats = NDArray[np.float64]
@@ -88,6 +87,8 @@ class MetricColumns:
             return len(self._steps)
 
     def _add(self, lines: Sequence[bytes]) -> None:
+        names: list[str] = []
+        rows: list[list[Any]] = []
         for line in lines:
             if not line:
                 continue
@@ -97,18 +98,29 @@ class MetricColumns:
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 self.num_bad += 1
                 continue
-            number = len(self._steps)
+            if list(fields) != names:
+                self._add_rows(names, rows)
+                names, rows = list(fields), []
+            rows.append(list(fields.values()))
             self._steps.append(step)
             self._times.append(time_s)
-            for name, value in fields.items():
-                column = self._columns.get(name)
-                if column is None:
-                    column = self._columns[name] = _Column()
-                try:
-                    column.values.append(value if type(value) is float else _number(value))
-                except (TypeError, ValueError, KeyError, OverflowError):
-                    continue
-                column.lines.append(number)
+        self._add_rows(names, rows)
+
+    def _add_rows(self, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Values of the last lines, which have the same names."""
+        if not names or not rows:
+            return
+        try:
+            values = np.array(rows, dtype=np.float64)
+        except (TypeError, ValueError, OverflowError):  # a value that is no number is left out
+            values = np.array([[_number(value) for value in row] for row in rows], dtype=np.float64)
+        numbers = np.arange(len(self._steps) - len(rows), len(self._steps)).astype(np.int64)
+        for name, column_values in zip(names, values.T, strict=True):
+            column = self._columns.get(name)
+            if column is None:
+                column = self._columns[name] = _Column()
+            column.values.frombytes(column_values.tobytes())
+            column.lines.frombytes(numbers.tobytes())
 
     @property
     def names(self) -> list[str]:
@@ -177,12 +189,7 @@ def thinned(steps: NDArray[np.int64], times: Floats, values: Floats, *, points: 
 
 
 def _number(value: Any) -> float:
-    return _WORDS[value] if isinstance(value, str) else float(value)
-
-
-def last_values(lines: Sequence[tuple[int, float, Mapping[str, float]]]) -> dict[str, float]:
-    """The newest value of every metric in these lines."""
-    found: dict[str, float] = {}
-    for _, _, values in lines:
-        found |= values
-    return found
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan

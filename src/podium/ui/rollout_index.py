@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.ui.answers import PageError
+from podium.ui.apart import Apart
 from podium.ui.rollout_reading import FOLDER, num_rows, stamp_of, step_files, summary_rows
 
 _FORMAT = 1
@@ -43,6 +44,10 @@ _ORDERS = {
     "length": "length, step, grp, sample", "-length": "length DESC, step, grp, sample",
 }  # fmt: skip
 SORTS = tuple(_ORDERS)
+# So many new files are read in this process, more of them in one of their own, which is started again after a time.
+_FEW_FILES, _LONGEST_PART_S = 10, 500.0
+# Files whose rows are counted to estimate those of all.
+_ASKED_FILES = 20
 # Instructions of SQLite between looks at the clock.
 _TICKS = 10_000
 
@@ -72,16 +77,16 @@ class FoundRows:
 class RolloutIndex:
     """The index of one run. Used by several threads; `close` ends its own."""
 
-    def __init__(self, run: Path, cache: Path | None) -> None:
+    def __init__(self, run: Path, cache: Path | None, apart: Apart) -> None:
         """`cache`: a folder for the file, which is made if need be; None: a temporary one."""
-        self._run = run
+        self._run, self._apart = run, apart
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._file = self._place(cache)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closing, self._looked = threading.Event(), threading.Event()
         self._asked_s = 0.0
-        self.done = self.of = 0
+        self._expected = 0  # rows of files that are not in the index yet
 
     def _place(self, cache: Path | None) -> Path:
         name = f"ui-rollouts-{hashlib.sha256(str(self._run.resolve()).encode()).hexdigest()[:16]}.sqlite"
@@ -91,25 +96,12 @@ class RolloutIndex:
                 folder = Path(self._temporary.name)
             with contextlib.suppress(OSError, sqlite3.Error):
                 folder.mkdir(parents=True, exist_ok=True)
-                with self._opened(folder / name):
+                with _opened(folder / name):
                     return folder / name
         raise PageError(500, f"no index of {self._run / FOLDER} can be written, not even in a temporary folder.")
 
-    @contextlib.contextmanager
-    def _opened(self, file: Path | None = None) -> Iterator[sqlite3.Connection]:
-        """A connection of its own for every use: threads share none. A file of another format is made again."""
-        file = file or self._file
-        connection = sqlite3.connect(file, timeout=_BUSY_S)
-        try:
-            if connection.execute("PRAGMA user_version").fetchone()[0] != _FORMAT:
-                connection.executescript("DROP TABLE IF EXISTS files; DROP TABLE IF EXISTS episodes;")
-                connection.execute("PRAGMA journal_mode = WAL")
-                connection.executescript(_TABLES)
-                connection.execute(f"PRAGMA user_version = {_FORMAT}")
-            connection.execute("PRAGMA synchronous = OFF")
-            yield connection
-        finally:
-            connection.close()
+    def _opened(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
+        return _opened(self._file)
 
     def wake(self, *, wait_s: float = 0.0) -> None:
         """Starts the thread if it is not there, and waits at most so long until it has looked at everything once."""
@@ -129,60 +121,24 @@ class RolloutIndex:
         if self._temporary is not None:
             self._temporary.cleanup()
 
+    def progress(self) -> dict[str, int]:
+        """Rows in the index, and rows that there are, as far as that is known."""
+        with self._opened() as connection:
+            done = connection.execute("SELECT COALESCE(SUM(rows), 0) FROM files").fetchone()[0]
+        return {"done": done, "of": max(done, self._expected)}
+
     def _follow(self) -> None:
         while not self._closing.is_set() and time.monotonic() - self._asked_s < _UNUSED_S:
             with contextlib.suppress(sqlite3.Error, OSError):  # a full disk, another process: tried again
-                self.update()
+                with self._opened() as connection:
+                    new, kept = _new_files(connection, self._run)
+                self._expected = kept + _estimated_rows([path for _, path, _ in new])
+                if len(new) <= _FEW_FILES:
+                    update_index(self._run, self._file)
+                else:
+                    self._apart.call(update_index, self._run, self._file, most_s=_LONGEST_PART_S)
             self._looked.set()
             self._closing.wait(_LOOK_S)
-
-    def update(self) -> None:
-        """Takes in files that are new or were replaced, the newest first, and forgets those that are gone."""
-        with self._opened() as connection:
-            known = {step: (stamp, rows) for step, stamp, rows in connection.execute("SELECT * FROM files")}
-            files = step_files(self._run)
-            stamps = {step: stamp_of(path) for step, path in files.items()}
-            gone = [step for step in known if stamps.get(step) is None]
-            new = [step for step in files if stamps[step] is not None and known.get(step, ("",))[0] != stamps[step]]
-            rows = {step: num_rows(files[step]) for step in new[-200:]}
-            mean = sum(rows.values()) / len(rows) if rows else 0.0
-            kept = sum(count for step, (_, count) in known.items() if step not in gone and step not in new)
-            self.done, self.of = kept, kept + round(mean * len(new))
-            for step in gone:
-                self._replace(connection, step, None, [])
-            for step in reversed(new):
-                if self._closing.is_set():
-                    return
-                try:
-                    episodes = summary_rows(files[step], step)
-                except PageError:
-                    episodes = []  # its own page says what is wrong with it
-                self._replace(connection, step, stamps[step], episodes)
-                self.done += len(episodes)
-                self.of = max(self.of, self.done)
-            self.of = self.done
-
-    @staticmethod
-    def _replace(
-        connection: sqlite3.Connection, step: int, stamp: str | None, episodes: Sequence[Mapping[str, Any]]
-    ) -> None:
-        with connection:
-            connection.execute("DELETE FROM episodes WHERE step = ?", (step,))
-            connection.execute("DELETE FROM files WHERE step = ?", (step,))
-            if stamp is None:
-                return
-            connection.execute("INSERT INTO files VALUES (?, ?, ?)", (step, stamp, len(episodes)))
-            connection.executemany(
-                f"INSERT INTO episodes ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (
-                        step, each["group"], each["sample"], each["source"], each["row"], each["reward"],
-                        json.dumps(each["rewards"]), each["length"], each["ending"],
-                        None if each["trained"] is None else int(each["trained"]), each["preview"],
-                    )
-                    for each in episodes
-                ],
-            )  # fmt: skip
 
     def page(self, wanted: RolloutFilter, *, page: int, size: int, most_s: float) -> FoundRows:
         """One page of what is indexed so far, within a time. A search that takes longer ends with what it found."""
@@ -239,3 +195,72 @@ def _row(row: Sequence[Any]) -> Mapping[str, Any]:
         "rewards": json.loads(rewards), "length": length, "ending": ending,
         "trained": None if trained is None else bool(trained), "preview": preview,
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[sqlite3.Connection]:
+    """A connection of its own for every use: threads share none. A file of another format is made again."""
+    connection = sqlite3.connect(file, timeout=_BUSY_S)
+    try:
+        if connection.execute("PRAGMA user_version").fetchone()[0] != _FORMAT:
+            connection.executescript("DROP TABLE IF EXISTS files; DROP TABLE IF EXISTS episodes;")
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.executescript(_TABLES)
+            connection.execute(f"PRAGMA user_version = {_FORMAT}")
+        connection.execute("PRAGMA synchronous = OFF")
+        yield connection
+    finally:
+        connection.close()
+
+
+def _new_files(connection: sqlite3.Connection, run: Path) -> tuple[list[tuple[int, Path, str]], int]:
+    """Step, file and stamp of files that are new or were replaced, and the rows of all others. Files that are gone are
+    forgotten."""
+    known = {step: (stamp, rows) for step, stamp, rows in connection.execute("SELECT step, stamp, rows FROM files")}
+    files = step_files(run)
+    stamps = {step: stamp for step, path in files.items() if (stamp := stamp_of(path)) is not None}
+    for step in known.keys() - stamps.keys():
+        _replace(connection, step, None, [])
+    new = [(step, files[step], stamp) for step, stamp in stamps.items() if known.get(step, ("", 0))[0] != stamp]
+    replaced = {step for step, _, _ in new}
+    return new, sum(rows for step, (_, rows) in known.items() if step in stamps and step not in replaced)
+
+
+def _estimated_rows(files: Sequence[Path]) -> int:
+    """Rows of all files, from some of them."""
+    some = files[:: max(1, len(files) // _ASKED_FILES)]
+    return round(sum(map(num_rows, some)) / len(some) * len(files)) if some else 0
+
+
+def update_index(run: Path, file: Path) -> None:
+    """Takes in files that are new or were replaced, the newest first."""
+    with _opened(file) as connection:
+        new, _ = _new_files(connection, run)
+        for step, path, stamp in reversed(new):
+            try:
+                episodes = summary_rows(path, step)
+            except PageError:
+                episodes = []  # its own page says what is wrong with it
+            _replace(connection, step, stamp, episodes)
+
+
+def _replace(
+    connection: sqlite3.Connection, step: int, stamp: str | None, episodes: Sequence[Mapping[str, Any]]
+) -> None:
+    with connection:
+        connection.execute("DELETE FROM episodes WHERE step = ?", (step,))
+        connection.execute("DELETE FROM files WHERE step = ?", (step,))
+        if stamp is None:
+            return
+        connection.execute("INSERT INTO files VALUES (?, ?, ?)", (step, stamp, len(episodes)))
+        connection.executemany(
+            f"INSERT INTO episodes ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [
+                (
+                    step, each["group"], each["sample"], each["source"], each["row"], each["reward"],
+                    json.dumps(each["rewards"]), each["length"], each["ending"],
+                    None if each["trained"] is None else int(each["trained"]), each["preview"],
+                )
+                for each in episodes
+            ],
+        )  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.ui.answers import PageError, Query
+from podium.ui.apart import Apart
 from podium.ui.rollout_index import SORTS, RolloutFilter, RolloutIndex
 from podium.ui.rollout_reading import FOLDER, episodes, step_files, summary_rows, texts_of
 
@@ -20,8 +21,8 @@ Json = dict[str, Any]
 class RunRollouts:
     """The kept rollouts of one run."""
 
-    def __init__(self, run: Path, cache: Path | None) -> None:
-        self._run, self._cache = run, cache
+    def __init__(self, run: Path, cache: Path | None, apart: Apart) -> None:
+        self._run, self._cache, self._apart = run, cache, apart
         self._index: RolloutIndex | None = None
 
     @property
@@ -58,7 +59,7 @@ class RunRollouts:
         if not files:
             return common | {"total": 0, "rows": [], "sources": [], "index": {"done": 0, "of": 0}}
         if self._index is None:
-            self._index = RolloutIndex(self._run, self._cache)
+            self._index = RolloutIndex(self._run, self._cache, self._apart)
         self._index.wake(wait_s=_WAIT_S)
         found = self._index.page(wanted, page=number, size=size, most_s=_SEARCH_S)
         return common | {
@@ -66,7 +67,7 @@ class RunRollouts:
             "is_whole": found.is_whole,
             "rows": found.rows,
             "sources": self._index.sources(),
-            "index": {"done": self._index.done, "of": self._index.of},
+            "index": self._index.progress(),
         }
 
     def _of_step(self, files: Mapping[int, Path], step: int, wanted: RolloutFilter, number: int, size: int) -> Json:

@@ -21,7 +21,7 @@ PREVIEW = 120
 # Of one episode as the page gets it: a longer one is cut, and says so.
 _MOST_TOKENS, _MOST_EPISODES = 50_000, 256
 _PER_TOKEN = ("tokens", "texts", "loss_mask", "log_probs", "versions", "advantages")
-_SMALL = ("step", "group", "sample", "source", "row", "prompt_tokens", "reward", "rewards", "ending", "trained")
+_SMALL = ("group", "sample", "source", "row", "prompt_tokens", "reward", "rewards", "ending", "trained")
 Json = dict[str, Any]
 
 
@@ -80,7 +80,7 @@ def summary_rows(path: Path, step: int, *, texts: bool = False) -> list[Json]:
         messages = columns["messages"][at] if "messages" in columns else None
         rows.append({
             **row,
-            "step": step if row["step"] is None else row["step"],
+            "step": step,
             "group": at if row["group"] is None else row["group"],
             "sample": 0 if row["sample"] is None else row["sample"],
             "rewards": dict(row["rewards"] or ()),

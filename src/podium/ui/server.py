@@ -11,6 +11,7 @@ import http.server
 import socket
 import threading
 import traceback
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ _TYPES = {
 _JSON = "application/json; charset=utf-8"
 _SECURITY = {
     "Content-Security-Policy": (
-        "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; object-src 'none'; "
+        "default-src 'self'; img-src 'self' data:; object-src 'none'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
@@ -58,9 +59,13 @@ class PageServer(http.server.ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, folder: Path, *, host: str = "127.0.0.1", port: int = 0, cache: Path | None = None) -> None:
-        """Port 0 takes a free one."""
-        self.site, self.access, self.assets = Site(folder, cache=cache), Access.at(host), assets()
+    def __init__(
+        self, folder: Path, *, host: str = "127.0.0.1", port: int = 0, cache: Path | None = None,
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:  # fmt: skip
+        """Port 0 takes a free one. `files`: those of the page, by default Podium's own."""
+        self.site, self.access = Site(folder, cache=cache), Access.at(host)
+        self.assets = assets() if files is None else files
         self.stopping = threading.Event()
         self.streams = threading.BoundedSemaphore(_MOST_STREAMS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -180,6 +185,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._send(200, _TYPES.get(Path(name).suffix, "application/octet-stream"), content)
 
     def _send_events(self, run_id: str) -> None:
+        if not run_id:
+            raise PageError(400, "the address needs run=RUN: the id of a run.")
         self.server.site.data(run_id)
         if not self.server.streams.acquire(blocking=False):
             raise PageError(503, f"{_MOST_STREAMS} pages follow runs already. Close some of them, and reload.")

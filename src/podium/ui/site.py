@@ -14,10 +14,12 @@ from urllib.parse import unquote
 
 from podium.errors import PodiumError
 from podium.observe.metrics import METRICS_FILE, json_value
+from podium.observe.timeline import timeline_file
 from podium.runs.comparing import RunComparison, compare_runs
 from podium.runs.folder import RunFolder
 from podium.runs.showing import show_lines
 from podium.ui.answers import PageError, Query
+from podium.ui.apart import Apart
 from podium.ui.catalogue import RunCatalogue, RunEntry
 from podium.ui.metric_columns import MetricColumns
 from podium.ui.rollout_pages import RunRollouts
@@ -27,6 +29,8 @@ from podium.ui.timelines import RunTimeline
 _POINTS, _MOST_POINTS, _MOST_NAMES = 1000, 20_000, 500
 # How long the facts of a run wait for the lines of `podium show`, which reads all metrics.
 _LINES_S, _MOST_LINES_S = 0.3, 60.0
+# From this size of metrics and timeline on, a process of its own reads them.
+_LARGE_BYTES = 2 << 20
 # Of samples.jsonl, the newest answers.
 _HELDOUT_BYTES, _MOST_PROMPTS = 8 << 20, 200
 # Metrics of the machine.
@@ -39,11 +43,11 @@ Json = dict[str, Any]
 class RunData:
     """What was read of one run, for later requests."""
 
-    def __init__(self, path: Path, cache: Path | None) -> None:
+    def __init__(self, path: Path, cache: Path | None, apart: Apart) -> None:
         self.path = path
         self.metrics = MetricColumns(path / METRICS_FILE)
-        self.timeline = RunTimeline(path)
-        self.rollouts = RunRollouts(path, cache)
+        self.timeline = RunTimeline(path, apart)
+        self.rollouts = RunRollouts(path, cache, apart)
 
     def curves(self, names: list[str], query: Query) -> Json:
         """Curves of the metrics that the run has, by name."""
@@ -66,11 +70,13 @@ class Site:
         self._summaries = RunSummaries()
         self._data: dict[Path, RunData] = {}
         self._lock = threading.Lock()
+        self._apart = Apart()
         self._lines = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="podium-ui-lines")
         self._waiting: dict[tuple[Path, float], concurrent.futures.Future[list[str]]] = {}
 
     def close(self) -> None:
-        """Ends all threads."""
+        """Ends all threads and processes."""
+        self._apart.close()
         self._lines.shutdown(wait=False, cancel_futures=True)
         for data in list(self._data.values()):
             data.rollouts.close()
@@ -103,7 +109,7 @@ class Site:
         """The data of a run that can be read."""
         path = self.catalogue.readable(run_id).path
         with self._lock:
-            return self._data.setdefault(path, RunData(path, self._cache))
+            return self._data.setdefault(path, RunData(path, self._cache, self._apart))
 
     def _facts(self, entry: RunEntry) -> Json:
         names: list[str] = []
@@ -126,7 +132,7 @@ class Site:
             if key not in self._waiting:
                 for old in [each for each in self._waiting if each[0] == entry.path]:
                     self._waiting.pop(old).cancel()
-                self._waiting[key] = self._lines.submit(show_lines, entry.path)
+                self._waiting[key] = self._lines.submit(self._read_lines, entry.path)
             future = self._waiting[key]
         try:
             return future.result(timeout=wait_s)
@@ -134,6 +140,12 @@ class Site:
             return None
         except (PodiumError, OSError, ValueError, KeyError, TypeError) as error:
             return [f"`podium show` cannot read {entry.path}: {error}"]
+
+    def _read_lines(self, path: Path) -> list[str]:
+        sizes = [each.stat().st_size for each in (path / METRICS_FILE, timeline_file(path)) if each.is_file()]
+        if sum(sizes) < _LARGE_BYTES:
+            return show_lines(path)
+        return self._apart.call(show_lines, path, most_s=_MOST_LINES_S) or [f"look at it with: podium show {path}"]
 
     def _texts(self, run_id: str, query: Query) -> Json:
         entry = self.catalogue.readable(run_id)

@@ -7,19 +7,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from podium.observe.timeline import TimelineWorker, read_timeline
+from podium.observe.timeline import TimelineWorker, earlier_file, read_timeline, timeline_file
 from podium.runs.accounting import CausedSegment, WorkerTime, caused_segments
+from podium.ui.apart import Apart
 from podium.ui.summaries import event_marks
 
-# Bytes of every file that are read: the newest hour or more of a large run.
-_MOST_BYTES = 8 << 20
+# Of every file, what is read before the first answer. It is enough for most runs.
+_NEWEST_BYTES = 1 << 20
+# Reading all files, which have at most 64 MiB each.
+_MOST_READ_S = 120.0
 # Fine parts are merged into stretches of so many points, each with its largest causes.
 _STRETCH, _MOST_CAUSES = 8, 5
 # Reading again takes at most this share of the time.
@@ -52,6 +55,23 @@ class WorkerSegments:
         return cls(
             worker=worker, begin_s=columns[:, 0], end_s=columns[:, 1], cause=columns[:, 2].astype(np.int64),
             causes=list(numbers),
+        )  # fmt: skip
+
+    def before(self, moment_s: float) -> WorkerSegments:
+        """What it did until a moment."""
+        last = int(np.searchsorted(self.begin_s, moment_s, "left"))
+        return replace(
+            self, begin_s=self.begin_s[:last], end_s=np.minimum(self.end_s[:last], moment_s), cause=self.cause[:last]
+        )
+
+    def followed_by(self, later: WorkerSegments) -> WorkerSegments:
+        """Both, one after the other."""
+        causes = list(dict.fromkeys((*self.causes, *later.causes)))
+        places = np.array([causes.index(each) for each in later.causes], dtype=np.int64)
+        return replace(
+            self, begin_s=np.concatenate((self.begin_s, later.begin_s)),
+            end_s=np.concatenate((self.end_s, later.end_s)),
+            cause=np.concatenate((self.cause, places[later.cause])), causes=causes,
         )  # fmt: skip
 
     def spans(self, begin_s: float, end_s: float, points: int) -> list[Json]:
@@ -103,35 +123,46 @@ def _append(found: list[Json], name: str, is_idle: bool, begin_s: float, end_s: 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Read:
-    """What the files had when they were read."""
+    """What was read of the files. `is_whole`: they have no more than that."""
 
     stamp: object = None
     workers: Sequence[WorkerSegments] = ()
-    times: Sequence[WorkerTime] = ()
+    is_whole: bool = True
     read_s: float = 0.0  # how long it took
-    at_s: float = field(default_factory=time.monotonic)
+    at_s: float = 0.0  # when
 
 
 class RunTimeline:
-    """The timeline of one run. It is read again when the files have grown, but not all the time."""
+    """The timeline of one run. The newest part of large files is read at once, the rest by a process of its own. They
+    are read again when they have grown, but not all the time."""
 
-    def __init__(self, run: Path) -> None:
-        self._run = run
+    def __init__(self, run: Path, apart: Apart) -> None:
+        self._run, self._apart = run, apart
         self._lock = threading.Lock()
-        self._read = _Read()
+        self._newest, self._whole = _Read(), _Read()
+        self._reader: threading.Thread | None = None
 
     def view(self, begin_s: float | None, end_s: float | None, points: int) -> Json:
         """An interval, by default the whole."""
-        workers = self._current().workers
+        read = self._current()
+        workers = read.workers
         whole = _extent(workers)
         begin, end = whole[0] if begin_s is None else begin_s, whole[1] if end_s is None else end_s
         marks = event_marks(self._run)
         if not workers or end <= begin:
-            return {"begin_s": begin, "end_s": end, "whole": list(whole), "workers": [], "marks": marks}
+            return {
+                "begin_s": begin,
+                "end_s": end,
+                "whole": list(whole),
+                "is_whole": True,
+                "workers": [],
+                "marks": marks,
+            }
         return {
             "begin_s": begin,
             "end_s": end,
             "whole": list(whole),
+            "is_whole": read.is_whole,
             "workers": [
                 {
                     "name": each.worker, "kind": TimelineWorker.of(each.worker).kind,
@@ -145,7 +176,10 @@ class RunTimeline:
 
     def accounting(self) -> Json:
         """The seconds of every worker by cause."""
+        read = self._current()
+        times = [WorkerTime(worker=each.worker, seconds=_seconds(each)) for each in read.workers]
         return {
+            "is_whole": read.is_whole,
             "workers": [
                 {
                     "name": each.worker,
@@ -153,27 +187,61 @@ class RunTimeline:
                     "seconds": dict(sorted(each.seconds.items(), key=lambda item: -item[1])),
                     "total_s": each.total_s,
                 }
-                for each in self._current().times
-            ]
+                for each in times
+            ],
         }
 
     def _current(self) -> _Read:
         with self._lock:  # a second request waits for the reader instead of reading too
             stamp = tuple(_stamps(self._run))
-            waited_s = time.monotonic() - self._read.at_s
-            if stamp != self._read.stamp and (
-                self._read.stamp is None or waited_s >= self._read.read_s / _BUSY_SHARE - self._read.read_s
-            ):
-                self._read = self._again(stamp)
-            return self._read
+            if _is_due(self._newest, stamp):
+                begin_s = time.monotonic()
+                workers = read_workers(self._run, _NEWEST_BYTES)
+                is_whole = all(size <= _NEWEST_BYTES for _, size, _ in stamp) and not _has_earlier(self._run)
+                end_s = time.monotonic()
+                self._newest = _Read(
+                    stamp=stamp, workers=workers, is_whole=is_whole, read_s=end_s - begin_s, at_s=end_s
+                )
+            if self._newest.is_whole:
+                return self._newest
+            if _is_due(self._whole, stamp) and (self._reader is None or not self._reader.is_alive()):
+                self._reader = threading.Thread(target=self._read_whole, args=(stamp,), daemon=True)
+                self._reader.start()
+            if self._whole.stamp is None:
+                return self._newest
+            return replace(self._newest, workers=_joined(self._whole.workers, self._newest.workers), is_whole=True)
 
-    def _again(self, stamp: object) -> _Read:
+    def _read_whole(self, stamp: object) -> None:
         begin_s = time.monotonic()
-        spans = list(read_timeline(self._run, most_bytes=_MOST_BYTES))
-        accounted = caused_segments(spans)
-        workers = [WorkerSegments.of(worker, segments) for worker, segments in accounted.items()]
-        times = [WorkerTime(worker=each.worker, seconds=_seconds(each)) for each in workers]
-        return _Read(stamp=stamp, workers=workers, times=times, read_s=time.monotonic() - begin_s)
+        workers = self._apart.call(read_workers, self._run, None, most_s=_MOST_READ_S)
+        end_s = time.monotonic()
+        if workers is not None:
+            self._whole = _Read(stamp=stamp, workers=workers, read_s=end_s - begin_s, at_s=end_s)
+
+
+def read_workers(run: Path, most_bytes: int | None) -> list[WorkerSegments]:
+    """What all workers did, by the last bytes of every file, or by all."""
+    accounted = caused_segments(list(read_timeline(run, most_bytes=most_bytes)))
+    return [WorkerSegments.of(worker, segments) for worker, segments in accounted.items()]
+
+
+def _is_due(last: _Read, stamp: object) -> bool:
+    """Whether files that changed are read again now."""
+    if last.stamp is None:
+        return True
+    return stamp != last.stamp and time.monotonic() - last.at_s >= last.read_s / _BUSY_SHARE - last.read_s
+
+
+def _joined(older: Sequence[WorkerSegments], newer: Sequence[WorkerSegments]) -> list[WorkerSegments]:
+    """The newer ones, and before they begin the older ones."""
+    begin_s = _extent(newer)[0]
+    if not begin_s:
+        return list(older)
+    by_name = {each.worker: each.before(begin_s) for each in older}
+    for each in newer:
+        known = by_name.get(each.worker)
+        by_name[each.worker] = each if known is None else known.followed_by(each)
+    return list(by_name.values())
 
 
 def _seconds(worker: WorkerSegments) -> dict[str, float]:
@@ -186,6 +254,10 @@ def _extent(workers: Sequence[WorkerSegments]) -> tuple[float, float]:
     if not filled:
         return 0.0, 0.0
     return min(float(each.begin_s[0]) for each in filled), max(float(each.end_s[-1]) for each in filled)
+
+
+def _has_earlier(run: Path) -> bool:
+    return earlier_file(timeline_file(run)).is_file()
 
 
 def _stamps(run: Path) -> Iterator[tuple[str, int, int]]:
