@@ -197,13 +197,13 @@ def _inputs(lineage: Mapping[str, Any], depth: int = 0, seen: frozenset[str] = f
     ancestors = lineage.get("ancestors")
     for each in inputs_of(lineage):
         maker = ancestors.get(each["fingerprint"]) if isinstance(ancestors, Mapping) else None
-        is_made = isinstance(maker, Mapping) and each["kind"] == "weights"
-        made_by = f"{maker.get('program')}, step {maker.get('step')} of {maker.get('run')}" if is_made else None
+        maker = maker if isinstance(maker, Mapping) and each["kind"] == "weights" else None
+        made_by = None if maker is None else f"{maker.get('program')}, step {maker.get('step')} of {maker.get('run')}"
         found.append({
             "depth": depth, "kind": each["kind"], "key": each["key"], "path": str(each["path"]),
             "fingerprint": short(each["fingerprint"]), "made_by": made_by,
         })  # fmt: skip
-        if is_made and each["fingerprint"] not in seen:
+        if maker is not None and each["fingerprint"] not in seen:
             deeper = {**maker, "ancestors": ancestors}
             found += _inputs(deeper, depth + 1, seen | {each["fingerprint"]})
     return found
