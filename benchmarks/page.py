@@ -131,12 +131,12 @@ def make_run(runs: Path, name: str, *, steps: int, metrics: int) -> None:
                 [["rollout", at_s, 18.0], ["grade", at_s + 18, 2.0], ["update", at_s + 20, 9.0]],
             )
             for worker in _WORKERS:
-                spans: list[list[object]] = [["generate", at_s, round(12 + 6 * rng.random(), 6)]]
+                spans: list[list[object]] = [["generator.stream", at_s, round(12 + 6 * rng.random(), 6)]]
                 if worker.startswith("train"):
                     spans = [
-                        ["update", at_s + 20, 9.0],
-                        ["update > forward", at_s + 20, 3.0],
-                        ["update > backward", at_s + 23, 5.0],
+                        ["policy.update", at_s + 20, 9.0],
+                        ["policy.update > forward", at_s + 20, 3.0],
+                        ["policy.update > backward", at_s + 23, 5.0],
                     ]
                 write_spans(file.write, worker, spans)
 

@@ -59,8 +59,11 @@ def write_timeline(run: RunFolder, steps: int) -> None:
                 "worker": "controller",
                 "spans": [["rollout", at, 1.2], ["grade", at + 1.2, 0.3], ["update", at + 1.5, 0.5]],
             },
-            {"worker": GENERATOR, "spans": [["generate", at, 1.2]]},
-            {"worker": LEARNER, "spans": [["update", at + 1.5, 0.5], ["update > forward", at + 1.5, 0.25]]},
+            {"worker": GENERATOR, "spans": [["generator.stream", at, 1.2]]},
+            {
+                "worker": LEARNER,
+                "spans": [["policy.update", at + 1.5, 0.5], ["policy.update > forward", at + 1.5, 0.25]],
+            },
         ]
     (run.path / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 

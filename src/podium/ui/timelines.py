@@ -42,36 +42,49 @@ class WorkerSegments:
     end_s: Floats
     cause: NDArray[np.int64]  # its place in `causes`
     causes: Sequence[tuple[str, bool]]  # name, and whether it is idle time
+    span: NDArray[np.int64]  # its place in `names`
+    names: Sequence[str]  # of spans; empty: the worker was in none
 
     @classmethod
     def of(cls, worker: str, segments: Iterable[CausedSegment]) -> WorkerSegments:
         """From segments in the order of time."""
-        numbers: dict[tuple[str, bool], int] = {}
+        causes: dict[tuple[str, bool], int] = {}
+        names: dict[str, int] = {}
         rows = [
-            (each.begin_s, each.end_s, numbers.setdefault((each.cause, each.is_idle), len(numbers)))
+            (
+                each.begin_s, each.end_s, causes.setdefault((each.cause, each.is_idle), len(causes)),
+                names.setdefault(each.name or "", len(names)),
+            )
             for each in segments
-        ]
-        columns = np.array(rows, dtype=np.float64).reshape(-1, 3)
+        ]  # fmt: skip
+        columns = np.array(rows, dtype=np.float64).reshape(-1, 4)
         return cls(
             worker=worker, begin_s=columns[:, 0], end_s=columns[:, 1], cause=columns[:, 2].astype(np.int64),
-            causes=list(numbers),
+            causes=list(causes), span=columns[:, 3].astype(np.int64), names=list(names),
         )  # fmt: skip
 
     def before(self, moment_s: float) -> WorkerSegments:
         """What it did until a moment."""
         last = int(np.searchsorted(self.begin_s, moment_s, "left"))
         return replace(
-            self, begin_s=self.begin_s[:last], end_s=np.minimum(self.end_s[:last], moment_s), cause=self.cause[:last]
+            self,
+            begin_s=self.begin_s[:last],
+            end_s=np.minimum(self.end_s[:last], moment_s),
+            cause=self.cause[:last],
+            span=self.span[:last],
         )
 
     def followed_by(self, later: WorkerSegments) -> WorkerSegments:
         """Both, one after the other."""
         causes = list(dict.fromkeys((*self.causes, *later.causes)))
         places = np.array([causes.index(each) for each in later.causes], dtype=np.int64)
+        names = list(dict.fromkeys((*self.names, *later.names)))
+        name_places = np.array([names.index(each) for each in later.names], dtype=np.int64)
         return replace(
             self, begin_s=np.concatenate((self.begin_s, later.begin_s)),
             end_s=np.concatenate((self.end_s, later.end_s)),
             cause=np.concatenate((self.cause, places[later.cause])), causes=causes,
+            span=np.concatenate((self.span, name_places[later.span])), names=names,
         )  # fmt: skip
 
     def spans(self, begin_s: float, end_s: float, points: int) -> list[Json]:
@@ -81,7 +94,7 @@ class WorkerSegments:
         begins = np.clip(self.begin_s[first:last], begin_s, end_s)
         ends, causes = np.clip(self.end_s[first:last], begin_s, end_s), self.cause[first:last]
         is_kept = ends > begins
-        begins, ends, causes = begins[is_kept], ends[is_kept], causes[is_kept]
+        begins, ends, causes, spans = begins[is_kept], ends[is_kept], causes[is_kept], self.span[first:last][is_kept]
         if not len(begins):
             return []
         point_s = (end_s - begin_s) / points
@@ -96,6 +109,8 @@ class WorkerSegments:
             if stop == start + 1:
                 name, is_idle = self.causes[causes[start]]
                 _append(found, name, is_idle, float(begins[start]), float(ends[start]), is_merged=False)
+                if self.names[spans[start]]:
+                    found[-1]["span"] = self.names[spans[start]]
             else:
                 self._merge(found, begins[start:stop], ends[start:stop], causes[start:stop])
         return found

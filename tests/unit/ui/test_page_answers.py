@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +17,10 @@ import pytest
 from helpers.run_folders import BEGIN_S, GENERATOR, LEARNER, append_steps, episode, make_run_folder, write_rollouts
 from podium.errors import RunFolderError
 from podium.runs.folder import RunFolder
+from podium.ui import timelines
+from podium.ui.apart import Apart
 from podium.ui.server import PageServer
+from podium.ui.timelines import RunTimeline
 
 Serve = Callable[..., Any]
 
@@ -114,9 +119,10 @@ def test_the_timeline_has_every_second_of_every_worker(browser: Any) -> None:
         assert all(a["end_s"] == pytest.approx(b["begin_s"], abs=1e-5) for a, b in pairwise(spans))
     learner = found["workers"][2]["spans"]
     assert [(each["name"], each["idle"]) for each in learner[:5]] == [
-        ("idle in start-up", True), ("idle in rollout", True), ("idle in grade", True), ("update", False),
-        ("update", False),
+        ("waiting for start-up", True), ("waiting for the other role", True), ("waiting for grading", True),
+        ("update", False), ("update", False),
     ]  # fmt: skip
+    assert [each.get("span") for each in learner[2:5]] == [None, "policy.update > forward", "policy.update"]
     assert [mark["kind"] for mark in found["marks"]] == []  # they happened when the test ran
 
 
@@ -141,18 +147,60 @@ def test_a_part_of_the_timeline(browser: Any) -> None:
     assert found["whole"] == [BEGIN_S, BEGIN_S + 22.0]
     learner = found["workers"][2]["spans"]
     assert [(span["name"], round(span["end_s"] - span["begin_s"], 3)) for span in learner] == [
-        ("idle in rollout", 0.2), ("idle in grade", 0.3), ("update", 0.25),
+        ("waiting for the other role", 0.2), ("waiting for grading", 0.3), ("update", 0.25),
     ]  # fmt: skip
 
 
 def test_the_seconds_of_workers_add_up(browser: Any) -> None:
     workers = {each["name"]: each for each in browser.get("/api/runs/one/accounting")["workers"]}
 
-    assert workers[GENERATOR]["seconds"]["generate"] == pytest.approx(12.0, abs=1e-3)
+    assert workers[GENERATOR]["seconds"]["generation"] == pytest.approx(12.0, abs=1e-3)
     assert workers[LEARNER]["seconds"] == pytest.approx(
-        {"idle in rollout": 12.0, "update": 5.0, "idle in grade": 3.0, "idle in start-up": 2.0}, abs=1e-3
+        {
+            "waiting for the other role": 12.0,
+            "update": 5.0,
+            "waiting for grading": 3.0,
+            "waiting for start-up": 2.0,
+        },
+        abs=1e-3,
     )
     assert all(sum(each["seconds"].values()) == pytest.approx(each["total_s"]) == 22.0 for each in workers.values())
+
+
+def test_a_large_timeline_begins_with_its_newest_part(
+    browser: Any, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process of its own reads the rest; then every second is there as if all had been read at once."""
+    expected = browser.get("/api/runs/one/timeline?points=5000")
+    monkeypatch.setattr(timelines, "_NEWEST_BYTES", 1500)
+    timeline = RunTimeline(runs / "one", Apart())
+
+    first = timeline.view(None, None, 5000)
+    assert not first["is_whole"]
+    assert first["begin_s"] > BEGIN_S + 10
+    until = time.monotonic() + 60
+    while not (whole := timeline.view(None, None, 5000))["is_whole"]:
+        assert time.monotonic() < until, "the rest was not read"
+        time.sleep(0.05)
+    assert (whole["begin_s"], whole["end_s"]) == (BEGIN_S, BEGIN_S + 22.0)
+
+    def seconds(view: Any, worker: int) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for span in view["workers"][worker]["spans"]:
+            found[span["name"]] = found.get(span["name"], 0.0) + span["end_s"] - span["begin_s"]
+        return found
+
+    assert seconds(whole, 1) == pytest.approx(seconds(expected, 1), abs=1.3)  # a phase at the seam may differ
+    assert sum(seconds(whole, 1).values()) == pytest.approx(22.0, abs=1e-3)
+
+
+def test_a_function_in_a_process_of_its_own() -> None:
+    apart = Apart()
+    assert apart.call(math.factorial, 5, most_s=60) == 120
+    assert apart.call(math.factorial, -1, most_s=60) is None  # it raises an error
+    assert apart.call(time.sleep, 60, most_s=0.1) is None
+    apart.close()
+    assert apart.call(math.factorial, 5, most_s=60) is None
 
 
 def test_held_out_answers_by_prompt(browser: Any) -> None:
