@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where the time of the workers went: seconds and shares by cause. The causes of a worker add up to its time.
+
+import { fetchJson, runPath } from "./api.js";
+import { causeColor } from "./colors.js";
+import { choice, el, fill, tableOf } from "./dom.js";
+import { duration, percent } from "./formats.js";
+import { loadInto, stateBox } from "./states.js";
+
+const SHOWN_CAUSES = 14;
+
+/** Shows the accounting of a run. */
+export function showAccounting(container, { run, signal }) {
+  loadInto(
+    container,
+    () => fetchJson(runPath(run.id, "/accounting"), { signal }),
+    (_, data) => {
+      const workers = data.workers ?? [];
+      if (!workers.length) {
+        fill(container, el("h2", {}, "Where the time went"), stateBox("Nothing to account yet"));
+        return;
+      }
+      const list = el("div", { class: "accounts" });
+      const draw = (by) =>
+        fill(
+          list,
+          by === "kind" ? kindsOf(workers).map((kind) => account(kind)) : workers.map((worker) => account(worker)),
+        );
+      fill(
+        container,
+        el(
+          "div",
+          { class: "row" },
+          el("h2", {}, "Where the time went"),
+          choice(
+            "by",
+            [
+              ["kind", "kind of worker"],
+              ["worker", "worker"],
+            ],
+            "kind",
+            draw,
+          ),
+        ),
+        data.suggestion ? el("p", { class: "suggestion" }, data.suggestion) : null,
+        list,
+      );
+      draw("kind");
+    },
+    signal,
+    "accounting",
+  );
+}
+
+function kindsOf(workers) {
+  const kinds = new Map();
+  for (const worker of workers) {
+    const kind = kinds.get(worker.kind) ?? { name: worker.kind, count: 0, total_s: 0, seconds: {} };
+    kind.count += 1;
+    kind.total_s += worker.total_s;
+    for (const [cause, spent] of Object.entries(worker.seconds))
+      kind.seconds[cause] = (kind.seconds[cause] ?? 0) + spent;
+    kinds.set(worker.kind, kind);
+  }
+  return [...kinds.values()];
+}
+
+/** Whether a cause is one of waiting. */
+export function isIdleCause(cause) {
+  return /^(idle|waiting|wait\b|unknown)/.test(cause);
+}
+
+function account({ name, count, total_s: total, seconds }) {
+  const causes = Object.entries(seconds)
+    .filter(([, spent]) => spent > 0)
+    .sort((a, b) => b[1] - a[1]);
+  const shown = causes.slice(0, SHOWN_CAUSES),
+    rest = causes.slice(SHOWN_CAUSES).reduce((sum, [, spent]) => sum + spent, 0);
+  const idle = causes.filter(([cause]) => isIdleCause(cause)).reduce((sum, [, spent]) => sum + spent, 0);
+  const rows = [...shown, ...(rest > 0 ? [["all others", rest]] : [])].map(([cause, spent]) => [
+    { cell: [swatch(cause), cause] },
+    { cell: duration(spent), class: "num" },
+    { cell: percent(spent / total), class: "num" },
+  ]);
+  return el(
+    "div",
+    { class: "account" },
+    el(
+      "h3",
+      {},
+      name,
+      el(
+        "span",
+        { class: "dim small" },
+        ` ${count > 1 ? `${count} workers, ` : ""}${duration(total)}, ${percent(idle / total)} idle`,
+      ),
+    ),
+    el(
+      "div",
+      {
+        class: "bar",
+        role: "img",
+        "aria-label": `${name}: ${causes
+          .slice(0, 4)
+          .map(([cause, spent]) => `${cause} ${percent(spent / total)}`)
+          .join(", ")}`,
+      },
+      shown.map(([cause, spent]) =>
+        el("i", {
+          class: isIdleCause(cause) ? "idle" : null,
+          title: `${cause} ${percent(spent / total)}`,
+          style: { width: `${(100 * spent) / total}%`, "--key": causeColor(cause) },
+        }),
+      ),
+    ),
+    tableOf(["cause", { cell: "time", class: "num" }, { cell: "share", class: "num" }], rows, {
+      label: `Time of ${name}`,
+      class: "tight",
+    }),
+  );
+}
+
+function swatch(cause) {
+  return el("i", { class: `swatch${isIdleCause(cause) ? " idle" : ""}`, style: { "--key": causeColor(cause) } });
+}
