@@ -24,7 +24,7 @@ demo: $(INSTALLED)  ## teach a tiny model sums by imitation, then by reinforceme
 	$(BIN)/podium export demo/runs/arithmetic demo/export --stage sft  # what the recipes in examples/methods begin with
 	$(BIN)/python examples/arithmetic/summary.py demo/runs/arithmetic/sft demo/runs/arithmetic/grpo
 
-FAST := not slow and not gpu and not verl and not trl
+FAST := not slow and not gpu and not verl and not trl and not browser
 SLOW := slow and not soak and not gpu and not trl
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -122,3 +122,19 @@ $(TRL_INSTALLED): tests/trl/requirements.txt constraints.txt
 
 test-trl: $(TRL_INSTALLED)  ## losses of preferences, reward models and distillation beside TRL's own
 	$(TRL_VENV)/bin/python -m pytest -q -m trl tests/trl
+
+BROWSER_VENV ?= .venv-browser
+BROWSER_INSTALLED := $(BROWSER_VENV)/.installed
+
+.PHONY: install-browser test-browser
+
+install-browser: $(BROWSER_INSTALLED)  ## an environment of its own, with playwright for the distribution's Chromium
+
+$(BROWSER_INSTALLED): tests/browser/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(BROWSER_VENV)
+	$(BROWSER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/browser/requirements.txt
+	$(BROWSER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-browser: $(BROWSER_INSTALLED)  ## the page of `podium ui` in Chromium; skipped where there is none
+	$(BROWSER_VENV)/bin/python -m pytest -q --confcutdir tests/browser -m browser tests/browser
