@@ -25,6 +25,7 @@ const TABS = [
   { key: "system", title: "System", show: showSystem },
   { key: "recipe", title: "Recipe", show: showRecipe },
 ];
+const OF_PIPELINES = ["overview", "recipe"];
 
 /** Shows a run, on the tab that the address names. */
 export function showRun(main, route, signal) {
@@ -37,7 +38,7 @@ export function showRun(main, route, signal) {
         fill(main, stateBox(`${id} cannot be read`, run.broken, el("a", { class: "button", href: "#/" }, "All runs")));
         return;
       }
-      const tabs = TABS.filter((tab) => !tab.when || tab.when(run));
+      const tabs = TABS.filter((tab) => (run.stages ? OF_PIPELINES.includes(tab.key) : !tab.when || tab.when(run)));
       const tab = tabs.find((each) => each.key === key);
       const body = el("div", { class: "tab-body", id: "tab-body" });
       const live = { listeners: [] };
@@ -82,7 +83,12 @@ function headOf(run, live) {
   const status = el("span", {});
   live.head = (change) => {
     Object.assign(run, change);
-    fill(step, Number.isFinite(run.step) ? `step ${run.step}${run.steps ? ` of ${run.steps}` : ""}` : "no step yet");
+    fill(
+      step,
+      Number.isFinite(run.step)
+        ? `${run.stages ? "stages done:" : "step"} ${run.step}${run.steps ? ` of ${run.steps}` : ""}`
+        : "no step yet",
+    );
     fill(status, statusBadge(run.status));
   };
   live.head({});
@@ -161,7 +167,9 @@ function showOverview(body, { run, signal }) {
       card(
         "Summary",
         run.texts?.length
-          ? factsOf(run.texts)
+          ? run.stages
+            ? el("pre", { class: "lines" }, run.texts.join("\n"))
+            : factsOf(run.texts)
           : el("p", { class: "dim" }, run.texts_pending ? "Reading the whole run …" : "Nothing yet."),
       ),
       el(
@@ -201,22 +209,26 @@ function showOverview(body, { run, signal }) {
               )
             : el("p", { class: "dim" }, "No deaths, recoveries or changes of membership."),
         ),
-        card(
-          "Checkpoints",
-          checkpoints.length
-            ? tableOf(
-                ["step", "size", "folder"],
-                checkpoints.map((each) => [each.step, bytes(each.size_bytes), each.path_name]),
-                { label: "Checkpoints" },
-              )
-            : el("p", { class: "dim" }, "None yet."),
-        ),
-        card(
-          "Lineage",
-          lineage.length
-            ? el("ul", { class: "lineage" }, lineage.map(lineageItem))
-            : el("p", { class: "dim" }, "This run begins with a model from outside."),
-        ),
+        run.stages
+          ? null
+          : card(
+              "Checkpoints",
+              checkpoints.length
+                ? tableOf(
+                    ["step", "size", "folder"],
+                    checkpoints.map((each) => [each.step, bytes(each.size_bytes), each.path_name]),
+                    { label: "Checkpoints" },
+                  )
+                : el("p", { class: "dim" }, "None yet."),
+            ),
+        run.stages
+          ? null
+          : card(
+              "Lineage",
+              lineage.length
+                ? el("ul", { class: "lineage" }, lineage.map(lineageItem))
+                : el("p", { class: "dim" }, "This run begins with a model from outside."),
+            ),
       ),
     ),
   );
@@ -241,7 +253,7 @@ function factsOf(lines) {
   for (const line of lines) {
     const fact = /^(\S[^:]*):\s+(.*)$/.exec(line);
     if (fact && !/^(data|weights|code|file) \S+$/.test(fact[1])) rows.push([fact[1], [fact[2]]]);
-    else if (!fact && rows.length && !/^\s+made by/.test(line)) rows.at(-1)[1].push(line);
+    else if (!fact && rows.length && !/^\s+(made by|data|weights|code)\b/.test(line)) rows.at(-1)[1].push(line);
   }
   return el(
     "dl",

@@ -164,7 +164,14 @@ function rowOf(run, state, chose) {
     if (!event.target.closest("input, a, button, label")) go(["run", run.id]);
   };
   const cell = (key, ...content) =>
-    el("td", { class: `c-${key}`, data: { label: COLUMNS.find((each) => each.key === key).title } }, content);
+    el(
+      "td",
+      {
+        class: `c-${key}${content[0] === "–" ? " empty" : ""}`,
+        data: { label: COLUMNS.find((each) => each.key === key).title },
+      },
+      content,
+    );
   if (run.broken)
     return el(
       "tr",
