@@ -5,7 +5,6 @@ import { fetchJson, listen, runPath } from "./api.js";
 import { showCurves } from "./curves.js";
 import { el, fill, tableOf } from "./dom.js";
 import { isReport } from "./embedded.js";
-import { showExamples } from "./examples.js";
 import { bytes, moment, plain } from "./formats.js";
 import { showHeldout } from "./heldout.js";
 import { showRollouts } from "./rollouts.js";
@@ -20,7 +19,6 @@ const TABS = [
   { key: "curves", title: "Curves", show: showRunCurves },
   { key: "timeline", title: "Timeline", show: showTimeline },
   { key: "rollouts", title: "Rollouts", show: showRollouts },
-  { key: "examples", title: "Trained tokens", show: showExamples, when: (run) => run.has_examples },
   { key: "heldout", title: "Held-out answers", show: showHeldout },
   { key: "system", title: "System", show: showSystem },
   { key: "recipe", title: "Recipe", show: showRecipe },
@@ -38,7 +36,7 @@ export function showRun(main, route, signal) {
         fill(main, stateBox(`${id} cannot be read`, run.broken, el("a", { class: "button", href: "#/" }, "All runs")));
         return;
       }
-      const tabs = TABS.filter((tab) => (run.stages ? OF_PIPELINES.includes(tab.key) : !tab.when || tab.when(run)));
+      const tabs = TABS.filter((tab) => !run.stages || OF_PIPELINES.includes(tab.key));
       const tab = tabs.find((each) => each.key === key);
       const body = el("div", { class: "tab-body", id: "tab-body" });
       const live = { listeners: [] };

@@ -20,10 +20,10 @@ export function hasTokens(episode) {
 }
 
 /** All tokens of an episode. */
-export function tokenView(episode, by, start = 0) {
+export function tokenView(episode, by) {
   const tokens = tokensOf(episode),
     scale = scaleOf(tokens);
-  const shown = tokens.slice(start, MOST_TOKENS);
+  const shown = tokens.slice(0, MOST_TOKENS);
   const box = el(
     "div",
     { class: "tokens", role: "group", "aria-label": "Tokens. Arrow keys go from one to the next." },
