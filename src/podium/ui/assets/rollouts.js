@@ -129,8 +129,9 @@ function showList(body, { run, route, signal, onMetrics }) {
   });
 }
 
-function isReading({ index }) {
-  return Boolean(index) && index.done < index.of;
+/** Whether the server still reads files. Before it has counted their rows, it says 0 of 0. */
+function isReading({ index, steps }) {
+  return Boolean(index) && (index.done < index.of || (index.of === 0 && steps?.length > 0));
 }
 
 function percentOf({ done, of }) {
