@@ -24,8 +24,8 @@ demo: $(INSTALLED)  ## teach a tiny model sums by imitation, then by reinforceme
 	$(BIN)/podium export demo/runs/arithmetic demo/export --stage sft  # what the recipes in examples/methods begin with
 	$(BIN)/python examples/arithmetic/summary.py demo/runs/arithmetic/sft demo/runs/arithmetic/grpo
 
-FAST := not slow and not gpu and not verl and not trl and not browser
-SLOW := slow and not soak and not gpu and not trl
+FAST := not slow and not gpu and not verl and not trl and not trackers and not browser
+SLOW := slow and not soak and not gpu and not trl and not trackers
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: lint  ## what every change must pass
@@ -138,3 +138,19 @@ $(BROWSER_INSTALLED): tests/browser/requirements.txt constraints.txt
 
 test-browser: $(BROWSER_INSTALLED)  ## the page of `podium ui` in Chromium; skipped where there is none
 	$(BROWSER_VENV)/bin/python -m pytest -q --confcutdir tests/browser -m browser tests/browser
+
+TRACKERS_VENV ?= .venv-trackers
+TRACKERS_INSTALLED := $(TRACKERS_VENV)/.installed
+
+.PHONY: install-trackers test-trackers
+
+install-trackers: $(TRACKERS_INSTALLED)  ## an environment of its own, with wandb, MLflow and Trackio
+
+$(TRACKERS_INSTALLED): constraints-trackers.txt
+	$(PYTHON) -m venv $(TRACKERS_VENV)
+	$(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-trackers.txt
+	$(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-trackers: $(TRACKERS_INSTALLED)  ## trackers with the real packages, in their offline modes
+	$(TRACKERS_VENV)/bin/python -m pytest -q -m trackers tests/trackers

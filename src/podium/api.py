@@ -28,6 +28,7 @@ from podium.execution import (
 from podium.generating import generating_folder, prompt_source, require_number, sampling_of, section_of
 from podium.models.folder import is_hub_id
 from podium.observe import FrameLibrary, metrics_frame, read_metrics
+from podium.observe.artifacts import artifact_trackers, log_export
 from podium.pipeline_checks import check_pipeline
 from podium.python_hints import for_python
 from podium.python_objects import SectionArguments, without_objects
@@ -230,15 +231,19 @@ def export(
     dtype: ExportDtype | None = None,
     stage: str | None = None,
     adapter: bool = False,
+    log_artifact: bool = False,
 ) -> int:
     """Writes a run's checkpoint as a plain Hugging Face folder; returns its step. Of a pipeline it is the last stage's,
-    or that of `stage`. An adapter is merged into its base, or with `adapter` written alone, as peft loads it."""
+    or that of `stage`. An adapter is merged into its base, or with `adapter` written alone, as peft loads it. With
+    `log_artifact` the folder is an artifact of the run at its trackers too (wandb, mlflow, trackio)."""
     from podium.spmd.export import export_checkpoint
 
     run, out = _run_to_export(_path(folder, "folder"), stage), _path(out, "out")
     require_what_export_reads(run)
+    trackers = artifact_trackers(run.recipe(needs_environment=False).run.loggers) if log_artifact else []
     step = export_checkpoint(run, out, which=which, dtype=dtype, adapter=adapter)
     write_note(run, out, step=step)
+    log_export(trackers, run.path, out)
     return step
 
 

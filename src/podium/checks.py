@@ -29,6 +29,7 @@ from podium.errors import PodiumError, RecipeError, counted
 from podium.models.adapter_folder import check_adapter
 from podium.models.folder import check_model_folder, check_speaks
 from podium.observe.row_progress import RowProgress
+from podium.observe.tracking import TRACKERS, require_tracker
 from podium.recipe import (
     CustomOnPolicyRecipe,
     CustomSpmdRecipe,
@@ -114,6 +115,10 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
             yield partial(_check_environment, recipe.environment)
     if isinstance(recipe, CustomSpmdRecipe | CustomOnPolicyRecipe):
         yield lambda: _check_kind(recipe)
+    for index, name in enumerate(recipe.run.loggers):
+        for tracker in TRACKERS:
+            if name == tracker:
+                yield partial(require_tracker, tracker, f"run.loggers.{index}")
     for key, plugin in _plugins(recipe):
         yield lambda key=key, plugin=plugin: plugins.locate(plugin, key)  # type: ignore[misc]
     if isinstance(recipe, GrpoRecipe | CustomOnPolicyRecipe) and isinstance(recipe.algorithm.advantage, plugins.Plugin):

@@ -127,12 +127,15 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Only the adapter, for peft; default: merged into its base.")
     ] = False,
+    log_artifact: Annotated[
+        bool, typer.Option("--log-artifact", help="Also log it as an artifact of the run at its trackers.")
+    ] = False,
 ) -> None:
     """Write a run's weights as a plain Hugging Face checkpoint."""
     if best and step is not None:
         raise typer.BadParameter("give --best or --step, not both")
     which: Literal["best", "last"] | int = "best" if best else "last" if step is None else step
-    done = api.export(run, out, which=which, dtype=dtype, adapter=adapter, stage=stage)
+    done = api.export(run, out, which=which, dtype=dtype, adapter=adapter, stage=stage, log_artifact=log_artifact)
     typer.echo(f"step {done} of {run} is in {out}")
 
 

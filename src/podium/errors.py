@@ -72,6 +72,10 @@ class MissingExtraError(PodiumError):
     """An optional dependency is asked for and not installed: says what to install."""
 
 
+class TrackerError(PodiumError):
+    """A tracker of experiments does not take what it was given. A run goes on without it."""
+
+
 class ClusterError(PodiumError):
     """The cluster cannot be reached or does not do what was asked of it."""
 

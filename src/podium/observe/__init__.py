@@ -3,7 +3,7 @@
 
 from podium.observe.console import Console, EvaluationView, SampleView, ShownMetric, StepView
 from podium.observe.frames import FrameLibrary, metrics_frame
-from podium.observe.loggers import Logger, open_loggers
+from podium.observe.loggers import Logger, TableLogger, close_loggers, open_loggers
 from podium.observe.metrics import MetricsFile, StepMetrics, read_metrics
 from podium.observe.opening import open_console, open_run_console
 from podium.observe.start_up import StartUpLog
@@ -22,7 +22,9 @@ __all__ = [
     "StepMetrics",
     "StepView",
     "Stopwatch",
+    "TableLogger",
     "TimeSummary",
+    "close_loggers",
     "metrics_frame",
     "open_console",
     "open_loggers",

@@ -447,7 +447,8 @@ WITHOUT: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("project_name", "wandb_project"),
-        "Weights & Biases takes the project from the environment variable WANDB_PROJECT",
+        "trackers take the project from their environment variables: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME, "
+        "TRACKIO_PROJECT",
     ),
     **dict.fromkeys(
         ("wandb_entity", "wandb_org"), "Weights & Biases takes it from the environment variable WANDB_ENTITY"

@@ -118,8 +118,15 @@ VALUES: Mapping[str, Mapping[str, ValueHint]] = {
     "placement.device": _same("gpu cuda:0", "cuda"),
     "run.loggers": {
         **_same("console none", None, "the console and metrics.jsonl always have the metrics; remove it"),
-        **_same("all", "wandb", "or tensorboard, each by its name"),
-        **_same("mlflow swanlab comet_ml neptune clearml", None, "write a logger and give it as file.py:Class"),
+        **_same("all", "wandb", "or tensorboard, mlflow, trackio, each by its name"),
+        **_same("weights_and_biases", "wandb"),
+        **_same("ml_flow", "mlflow"),
+        **_same("tensorboardx tb", "tensorboard"),
+        **_same(
+            "swanlab comet_ml neptune clearml azure_ml codecarbon dagshub dvclive flyte rich file vemlp_wandb",
+            None,
+            "write a logger and give it as file.py:Class",
+        ),
     },
 }
 """Key -> value in small letters -> what stands for it."""

@@ -327,6 +327,9 @@ class EngineSection(Section):
     )
 
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
 class RunSection(Section):
     """Where the run is recorded."""
 
@@ -338,8 +341,10 @@ class RunSection(Section):
         None, description="Where what is computed once before training is kept for other runs; default: folder/.cache."
     )
     seed: NonNegative = Field(0, description="Seed of all random numbers of the run.")
-    loggers: Annotated[tuple[Literal["tensorboard", "wandb"] | Plugin, ...], OneOrMore()] = Field(
-        (), description="Where metrics go beside metrics.jsonl: `tensorboard`, `wandb`, or `file.py:Class`."
+    loggers: Annotated[tuple[TrackerName | Plugin, ...], OneOrMore()] = Field(
+        (),
+        description="Where metrics go beside metrics.jsonl: `tensorboard`, `wandb`, `mlflow`, `trackio`, or "
+        "`file.py:Class`.",
     )
     log_every: Count = Field(1, description="Steps between lines on the console.")
 

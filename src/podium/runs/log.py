@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 
 from podium.data.skipping import SkippedRow
 from podium.disk import disk_fault
@@ -20,6 +21,8 @@ from podium.observe import (
     SampleView,
     StepMetrics,
     StepView,
+    TableLogger,
+    close_loggers,
     open_loggers,
 )
 from podium.observe.line_files import LineFile
@@ -32,6 +35,8 @@ from podium.runs.result import end_status
 
 # How many skipped rows the console names.
 _SHOWN_SKIPPED = 5
+# Answers of an evaluation in the tables of loggers, and characters of a cell. samples.jsonl has everything.
+_TABLE_ROWS, _CELL_LENGTH = 100, 10_000
 
 
 def open_log(
@@ -42,9 +47,8 @@ def open_log(
     loggers: Sequence[Logger] = ()
     metrics, reports = None, ConsoleDiskReports(console)
     if rank == 0:
-        loggers = open_loggers(recipe.run.loggers, folder.path, resume_step=step or None)
-        for logger in loggers:
-            stack.callback(logger.close)
+        loggers = open_loggers(recipe.run.loggers, folder.path, resume_step=step or None, warn=console.warning)
+        stack.push(partial(_close, loggers))
         metrics = stack.enter_context(MetricsFile.resume(folder.metrics_file, step=step, reports=reports))
         folder.forget_after(step)
     log = RunLog(
@@ -52,6 +56,12 @@ def open_log(
     )
     stack.callback(log.close)
     return log
+
+
+def _close(
+    loggers: Sequence[Logger], kind: type[BaseException] | None, error: BaseException | None, trace: object
+) -> None:
+    close_loggers(loggers, failed=error is not None)
 
 
 class RunLog:
@@ -206,9 +216,8 @@ class RunLog:
         self.console.evaluation(view)
         if answers:
             self._samples.append(row_lines(view.step, [asdict(answer) for answer in answers]))
-            text = "\n\n".join(f"{each.prompt}\n-> {each.answer}" for each in view.samples)
             for logger in self._loggers:
-                self._use(logger, lambda logger=logger: logger.text(view.step, "samples", text))  # type: ignore[misc]
+                self._use(logger, partial(_log_samples, logger, view, answers))
 
     def skipped_rows(self, step: int, rows: Sequence[SkippedRow]) -> None:
         """Names rows that were skipped up to `step`: all in the run folder, the first on the console. A row that is
@@ -235,3 +244,15 @@ class RunLog:
             )
         self._folder.stop_file.unlink(missing_ok=True)
         self._folder.update(status=end_status(self._recipe, step), step=step)
+
+
+def _log_samples(logger: Logger, view: EvaluationView, answers: Sequence[SampleView]) -> None:
+    """The first answers as a table, or those that the console shows as a text."""
+    if isinstance(logger, TableLogger):
+        rows = [
+            {name: value[:_CELL_LENGTH] if isinstance(value, str) else value for name, value in asdict(answer).items()}
+            for answer in answers[:_TABLE_ROWS]
+        ]
+        logger.table(view.step, "samples", rows)
+    else:
+        logger.text(view.step, "samples", "\n\n".join(f"{each.prompt}\n-> {each.answer}" for each in view.samples))

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loggers of the recipe: TensorBoard and Weights & Biases behind their extras, others by import path."""
+"""Loggers of the recipe: trackers behind their extras, others by import path. tests/trackers has the packages."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
 from podium.errors import MissingExtraError, RecipeError
-from podium.observe.loggers import open_loggers
+from podium.observe.loggers import TableLogger, open_loggers
 from podium.observe.metrics import StepMetrics
 
 LISTING = """
@@ -55,12 +53,13 @@ def test_a_plug_in_that_returns_no_logger_is_named_by_its_key(tmp_path: Path, pl
     assert (tmp_path / "listing.txt").read_text() == "closed\n"  # the first one was not left open
 
 
-def test_tensorboard_that_is_not_installed_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
+def test_a_tracker_that_is_not_installed_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(MissingExtraError, match=r"pip install podium\[tensorboard\]"):
-        open_loggers(["tensorboard"], tmp_path)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=rf"run\.loggers\.0: .*pip install podium\[{name}\]"):
+        open_loggers([name], tmp_path)
 
 
 def test_tensorboard_holds_the_scalars_of_a_resumed_run_once(tmp_path: Path) -> None:
@@ -79,58 +78,31 @@ def test_tensorboard_holds_the_scalars_of_a_resumed_run_once(tmp_path: Path) -> 
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 9.0), (2, 5.0)]
 
 
-class FakeWandb(ModuleType):
-    """What the logger uses of the package, without a network."""
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.started: list[dict[str, Any]] = []
-        self.logged: list[dict[str, Any]] = []
-        self.finished = 0
-
-    def Settings(self, **values: Any) -> dict[str, Any]:
-        return values
-
-    def Table(self, *, columns: list[str], data: list[list[Any]]) -> list[list[Any]]:
-        return data
-
-    def init(self, **arguments: Any) -> FakeWandb:
-        self.started.append(arguments)
-        return self
-
-    def define_metric(self, name: str, step_metric: str | None = None) -> None: ...
-
-    def log(self, values: dict[str, Any]) -> None:
-        self.logged.append(values)
-
-    def finish(self) -> None:
-        self.finished += 1
-
-
-def test_wandb_gets_metrics_texts_and_the_recipe_and_a_resumed_run_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wandb = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setenv("WANDB_PROJECT", "mine")
-    (tmp_path / "recipe.yaml").write_text("program: sft\noptions: {key: '${env:SECRET}'}\n")
-
-    for resume_step in (None, 1):
-        (logger,) = open_loggers(["wandb"], tmp_path, resume_step=resume_step)
-        logger.log(StepMetrics(step=2, time_s=0.0, values={"loss": 0.5}))
-        logger.text(2, "samples", "hello")
+def test_tensorboard_hides_what_was_logged_before_a_run_began_again(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for loss in (9.0, 5.0):
+        (logger,) = open_loggers(["tensorboard"], tmp_path)
+        logger.log(StepMetrics(step=1, time_s=1.0, values={"loss": loss}))
         logger.close()
-    open_loggers(["wandb"], tmp_path)
 
-    first, resumed, other = (start["id"] for start in wandb.started)
-    assert first == resumed != other
-    assert wandb.started[0]["project"] == "mine"
-    assert wandb.started[0]["config"] == {"program": "sft", "options": {"key": "${env:SECRET}"}}
-    assert wandb.logged[:2] == [{"step": 2, "loss": 0.5}, {"step": 2, "samples": [[2, "hello"]]}]
-    assert wandb.finished == 2
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 5.0)]
 
 
-def test_wandb_that_is_not_installed_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingExtraError, match=r"pip install podium\[wandb\]"):
-        open_loggers(["wandb"], tmp_path)
+def test_tensorboard_has_the_recipe_and_samples_as_tables_and_figures_of_the_machine(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    (tmp_path / "recipe.yaml").write_text("program: sft\noptions: {key: '${env:SECRET}'}\n")
+    (logger,) = open_loggers(["tensorboard"], tmp_path)
+    assert isinstance(logger, TableLogger)
+    logger.log(StepMetrics(step=1, time_s=1.0, values={"loss": 9.0}))
+    logger.table(1, "samples", [{"prompt": "a|b\nc", "score": 0.5}, {"prompt": "d", "score": None}])
+    logger.close()
+
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    assert texts["recipe/text_summary"] == "    program: sft\n    options: {key: '${env:SECRET}'}\n"
+    table = "| prompt | score |\n| --- | --- |\n| a\\|b ⏎ c | 0.5 |\n| d |  |"
+    assert texts["samples/text_summary"] == table
+    assert 0.01 < events.Scalars("machine/process_memory_gib")[0].value < events.Scalars("machine/memory_gib")[0].value
