@@ -291,8 +291,10 @@ class _Needs:
             section = recipe.model.model_copy(update={"lora": None}) if path is None else (
                 recipe.model.for_checkpoint(path)
             )  # fmt: skip
-            size = shape_of(section, key=name).of_rank(self._world) * self._itemsize
-            terms.append(MemoryTerm(name=name, num_bytes=size))
+            shape = shape_of(section, key=name)
+            if name == "reward models":
+                shape = shape.with_labels(1)
+            terms.append(MemoryTerm(name=name, num_bytes=shape.of_rank(self._world) * self._itemsize))
         return terms
 
     def _critic(self) -> list[MemoryTerm]:

@@ -19,11 +19,12 @@ from helpers.recipes import make_recipe
 from helpers.tiny import save_tiny_model
 from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import pack
+from podium.planning import memory
 from podium.planning.activations import activation_bytes, head_bytes, layer_bytes
 from podium.planning.devices import GIB, Device, device_named
 from podium.planning.memory import MemoryPlan, memory_of, refusal
 from podium.planning.model_shape import ModelShape, shape_from_config, shape_of, with_adapter
-from podium.recipe import ModelSection, Recipe
+from podium.recipe import ModelSection, Recipe, apply_overrides, parse_recipe
 from podium.recipe.schema import LoraSection
 
 QWEN = {
@@ -205,8 +206,6 @@ def test_sharding_divides_state_and_not_activations(tmp_path: Path) -> None:
 
 
 def grpo(folder: Path, *overrides: str) -> Recipe:
-    from podium.recipe import apply_overrides, parse_recipe
-
     values = {
         "program": "grpo", "model": {"path": str(folder)}, "data": {"train": [{"path": "d.jsonl"}], "max_length": 512},
         "optimizer": {"lr": 1e-6}, "reward": [{"verifier": "exact_match"}], "steps": 3,
@@ -268,3 +267,43 @@ def test_an_unknown_family_is_said_and_not_refused(tmp_path: Path) -> None:
     recipe = make_recipe(f"model.path={folder_of({'model_type': 'mamba'}, tmp_path)}")
 
     assert memory_lines(recipe, CPU)[0].startswith("memory: not predicted. ")
+
+
+PROGRAMS: list[tuple[dict[str, Any], set[str]]] = [
+    ({"program": "sft"}, {"activations"}),
+    ({"program": "dpo", "preference": {"reference": "live"}}, {"reference"}),
+    ({"program": "reward_model"}, {"activations"}),
+    ({"program": "distill", "teachers": "MODEL"}, {"teachers", "logits"}),
+    ({"program": "grpo", "reward": "exact_match", "algorithm": {"kl": {"coefficient": 0.1}}}, {"reference"}),
+    ({"program": "ppo", "reward": "exact_match"}, {"critic"}),
+    ({"program": "on_policy_distill", "teachers": "MODEL"}, {"teachers"}),
+    ({"program": "grpo", "reward": {"model": "MODEL"}}, {"reward models"}),
+]
+
+
+@pytest.mark.parametrize(("values", "names"), PROGRAMS)
+@pytest.mark.parametrize("device", ["H100", "CPU core"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_every_program_has_a_plan(
+    tmp_path: Path, values: dict[str, Any], names: set[str], device: str, devices: int
+) -> None:
+    folder = str(folder_of(QWEN, tmp_path))
+    common = {"model": folder, "data": {"train": "d.jsonl"}, "optimizer": {"lr": 1e-6}, "steps": 3}
+    chosen = json.loads(json.dumps({**common, **values}).replace("MODEL", folder))
+    recipe = parse_recipe({**chosen, "placement": {"devices": devices}})
+    plan = memory_of(recipe, device_named(device))
+
+    assert names <= {term.name for phase in plan.phases for term in phase.terms}
+    assert all(term.num_bytes > 0 for phase in plan.phases for term in phase.terms)
+    assert plan.lines()[0].startswith("memory, ")
+
+
+@pytest.mark.parametrize("layout", ["split", "elastic"])
+def test_both_sides_of_a_split_share_the_memory_of_a_cpu_machine(tmp_path: Path, layout: str) -> None:
+    folder = save_tiny_model("qwen3", tmp_path)
+    changes = ["placement.devices=3", f"placement.layout={layout}", "placement.rollout_devices=1"]
+    plan = memory_of(grpo(folder, "data.max_length=64", "rollout.max_new_tokens=16", *changes), CPU)
+
+    (phase,) = plan.phases
+    assert phase.of("processes") == 3 * memory.CONTEXT_BYTES["cpu"]
+    assert phase.of("KV cache") > 0
