@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podium.observe.timeline import TimelineWorker, earlier_file, read_timeline, timeline_file
-from podium.runs.accounting import CausedSegment, WorkerTime, caused_segments
+from podium.runs.accounting import CausedSegment, caused_segments
 from podium.ui.apart import Apart
 from podium.ui.summaries import event_marks
 
@@ -192,17 +192,17 @@ class RunTimeline:
     def accounting(self) -> Json:
         """The seconds of every worker by cause."""
         read = self._current()
-        times = [WorkerTime(worker=each.worker, seconds=_seconds(each)) for each in read.workers]
+        times = [(each.worker, _seconds(each)) for each in read.workers]
         return {
             "is_whole": read.is_whole,
             "workers": [
                 {
-                    "name": each.worker,
-                    "kind": TimelineWorker.of(each.worker).kind,
-                    "seconds": dict(sorted(each.seconds.items(), key=lambda item: -item[1])),
-                    "total_s": each.total_s,
+                    "name": worker,
+                    "kind": TimelineWorker.of(worker).kind,
+                    "seconds": dict(sorted(seconds.items(), key=lambda item: -item[1])),
+                    "total_s": sum(seconds.values()),
                 }
-                for each in times
+                for worker, seconds in times
             ],
         }
 
