@@ -247,9 +247,13 @@ def _slower_grading(costs: CostModel, factor: float) -> CostModel:
 def _idle_by_cause(report: SimulationReport) -> tuple[dict[str, float], dict[str, float]]:
     """Shares of the time of generators and of learners."""
     layout, seconds = report.layout, report.seconds
-    generators = {cause: idle / (layout.num_generators * seconds) for cause, idle in report.generator_idle_s.items()}
-    learners = {cause: idle / (layout.num_learners * seconds) for cause, idle in report.learner_idle_s.items()}
-    return dict(generators), dict(learners)
+    generators: dict[str, float] = {}
+    learners: dict[str, float] = {}
+    for cause, idle_s in report.generator_idle_s.items():
+        generators[cause] = idle_s / (layout.num_generators * seconds)
+    for cause, idle_s in report.learner_idle_s.items():
+        learners[cause] = idle_s / (layout.num_learners * seconds)
+    return generators, learners
 
 
 def _mean_shares(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
