@@ -178,6 +178,11 @@ def _unreadable(path: Path, error: BaseException) -> RunFolderError:
     return RunFolderError(f"{path} cannot be read as rollouts of a step ({error}). Remove it, or restore it.")
 
 
+def _encodable(texts: Sequence[str | None]) -> list[str | None]:
+    """Half an emoji, which JSON can have as an escape, is a question mark: UTF-8 has no such thing."""
+    return [None if text is None else text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+
+
 def _table(columns: RolloutColumns) -> pyarrow.Table:
     import pyarrow as pa
 
@@ -201,10 +206,10 @@ def _table(columns: RolloutColumns) -> pyarrow.Table:
         "step": pa.array(np.full(len(columns), columns.step), pa.int32()),
         "group": pa.array(columns.group_N, pa.int64()),
         "sample": pa.array(columns.sample_N, pa.int32()),
-        "source": pa.array(columns.sources, pa.string()),
+        "source": pa.array(_encodable(columns.sources), pa.string()),
         "row": pa.array(columns.rows, pa.int64()),
-        "reference": pa.array(columns.references, pa.string()),
-        "messages": pa.array(columns.messages, pa.string()),
+        "reference": pa.array(_encodable(columns.references), pa.string()),
+        "messages": pa.array(_encodable(columns.messages), pa.string()),
         "prompt_tokens": pa.array(columns.prompt_N, pa.int32()),
         "tokens": listed(pa.array(columns.tokens_T, pa.int32())),
         "texts": texts,
@@ -216,7 +221,7 @@ def _table(columns: RolloutColumns) -> pyarrow.Table:
         "ending": pa.array(columns.endings, pa.string()),
         "trained": pa.array(columns.trained_N, pa.bool_()),
         "state": pa.array(columns.states, pa.string()),
-        "error": pa.array(columns.errors, pa.string()),
+        "error": pa.array(_encodable(columns.errors), pa.string()),
     }
     facts = {"format": _FORMAT, "step": columns.step, "kept": len(columns), **columns.facts}
     return pa.table(arrays).replace_schema_metadata({_KEY: json.dumps(facts).encode()})

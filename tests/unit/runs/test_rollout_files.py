@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,12 @@ def test_an_episode_comes_back_as_it_was_written(run: Path) -> None:
     )  # fmt: skip
     assert (second.reward, second.rewards, second.error, second.messages) == (None, {}, "no answer", ())
     assert (second.row, second.log_probs, second.versions) == (None, (None, None), (None, None))
+
+
+def test_half_an_emoji_costs_no_file(tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "rollouts", replace(columns(), references=["\ud83d", "4"], errors=["\ude00!", None]))
+
+    assert [(each.reference, each.error) for each in read_rollouts(tmp_path)] == [("?", "?!"), ("4", None)]
 
 
 def test_the_types_of_the_columns(run: Path) -> None:
