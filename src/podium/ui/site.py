@@ -122,7 +122,7 @@ class Site:
         if row["broken"] is not None:
             raise PageError(422, row["broken"])
         facts = run_facts(entry, row, names, has_rollouts=has_rollouts)
-        lines = self._show_lines(entry, row["changed_s"], _LINES_S)
+        lines = self._show_lines(entry, row["changed_s"], 0.0 if _is_large(entry.path) else _LINES_S)
         return facts | {"texts": lines or [], "texts_pending": lines is None}
 
     def _show_lines(self, entry: RunEntry, changed_s: float, wait_s: float) -> list[str] | None:
@@ -142,8 +142,7 @@ class Site:
             return [f"`podium show` cannot read {entry.path}: {error}"]
 
     def _read_lines(self, path: Path) -> list[str]:
-        sizes = [each.stat().st_size for each in (path / METRICS_FILE, timeline_file(path)) if each.is_file()]
-        if sum(sizes) < _LARGE_BYTES:
+        if not _is_large(path):
             return show_lines(path)
         return self._apart.call(show_lines, path, most_s=_MOST_LINES_S) or [f"look at it with: podium show {path}"]
 
@@ -246,6 +245,11 @@ def heldout_answers(samples: Path) -> Json:
         "left_out": len(prompts) - len(shown),
         "is_whole": skipped == 0,
     }
+
+
+def _is_large(run: Path) -> bool:
+    sizes = [each.stat().st_size for each in (run / METRICS_FILE, timeline_file(run)) if each.is_file()]
+    return sum(sizes) >= _LARGE_BYTES
 
 
 def _number(text: str, name: str) -> int:
