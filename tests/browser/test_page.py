@@ -175,7 +175,7 @@ def test_the_timeline_names_phases_idle_causes_and_deaths(open_page: OpenPage, a
     expect(tooltip).to_contain_text("rollout[1] was killed")
     point(141, 40)  # the controller's lane is the first
     expect(tooltip).to_contain_text("controller")
-    expect(tooltip).to_contain_text("rollout")
+    expect(tooltip).to_contain_text("generation")
     trainers = page.locator(".account", has=page.get_by_role("heading", name="train"))
     expect(trainers).to_contain_text("2 workers, 8m 40s")
     idle = re.search(r"(\d+)% idle", trainers.inner_text())  # 2.6 s of the 4 of a step, and perhaps the start

@@ -8,10 +8,11 @@ import { duration, percent } from "./formats.js";
 import { loadInto, stateBox } from "./states.js";
 
 const SHOWN_CAUSES = 14;
+const READ_AGAIN_MS = 4000;
 
 /** Shows the accounting of a run. */
 export function showAccounting(container, { run, signal }) {
-  loadInto(
+  const reload = loadInto(
     container,
     () => fetchJson(runPath(run.id, "/accounting"), { signal }),
     (_, data) => {
@@ -42,6 +43,7 @@ export function showAccounting(container, { run, signal }) {
             draw,
           ),
         ),
+        partNote(data, () => reload(true), signal),
         data.suggestion ? el("p", { class: "suggestion" }, data.suggestion) : null,
         list,
       );
@@ -50,6 +52,14 @@ export function showAccounting(container, { run, signal }) {
     signal,
     "accounting",
   );
+}
+
+/** Says that the server has read only the newest part of a long timeline so far, and looks again. */
+export function partNote(data, again, signal) {
+  if (data.is_whole !== false) return null;
+  const timer = setTimeout(again, READ_AGAIN_MS);
+  signal.addEventListener("abort", () => clearTimeout(timer));
+  return el("p", { class: "dim small" }, "Of the newest part of the timeline: the rest is being read.");
 }
 
 function kindsOf(workers) {
@@ -67,7 +77,7 @@ function kindsOf(workers) {
 
 /** Whether a cause is one of waiting. */
 export function isIdleCause(cause) {
-  return /^(idle|waiting|wait\b|unknown)/.test(cause);
+  return /^(idle|waiting|residency|unknown)/.test(cause); // as podium.observe.causes
 }
 
 function account({ name, count, total_s: total, seconds }) {

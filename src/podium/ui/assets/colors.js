@@ -25,12 +25,13 @@ const PHASE_COLORS = [
   [/tail/, "#5f8fe0"],
   [/grad(e|ing)|grader|reward/, "#c08a1e"],
   [/tool/, "#dd86a4"],
+  [/other r/, "#b06fc4"],
   [/lend|lent|residen|sleep|wake|offload|switch/, "#7d8a2e"],
   [/publish|share|install|weights|transfer/, "#8a63c9"],
   [/scor(e|ing)|reference|teacher|critic/, "#2aa1b3"],
   [/update|compute|train|forward|backward|optimizer/, "#2c9d6b"],
   [/rollout|stream|generat|decod|prefill|sampl|episode/, "#3b74d1"],
-  [/prompt|data|loader|other r/, "#e0792a"],
+  [/prompt|data|loader/, "#e0792a"],
 ];
 const NO_CAUSE = "#9aa7b8";
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The timeline of a run: a lane per worker, zoom from the whole run to a moment, and where the time went.
 
-import { isIdleCause, showAccounting } from "./accounting.js";
+import { isIdleCause, partNote, showAccounting } from "./accounting.js";
 import { fetchJson, runPath } from "./api.js";
 import { causeColor } from "./colors.js";
 import { debounced, el, fill } from "./dom.js";
@@ -29,11 +29,20 @@ export function showTimeline(body, context) {
   }
   const chart = el("div", {}),
     accounting = el("section", { class: "card" });
-  fill(body, chart, accounting);
-  loadInto(
+  const note = el("div", {});
+  fill(body, note, chart, accounting);
+  const readMore = () => {
+    const canvas = chart.querySelector("canvas");
+    const isZoomed = canvas && (canvas.dataset.from !== "0" || document.activeElement === canvas);
+    if (!isZoomed) reload(true);
+  };
+  const reload = loadInto(
     chart,
     () => fetchJson(runPath(run.id, "/timeline", { points: pointsFor(body) }), { signal }),
-    (container, data) => drawView(container, marked(data), context),
+    (container, data) => {
+      fill(note, partNote(data, readMore, signal));
+      drawView(container, marked(data), context);
+    },
     signal,
     "timeline",
   );
