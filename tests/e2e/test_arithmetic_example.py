@@ -113,9 +113,10 @@ def test_the_demo_is_a_pipeline_that_imitates_and_then_reinforces(made: Path, mo
 @pytest.mark.parametrize("name", METHODS)
 def test_a_recipe_on_the_task_is_accepted(name: str, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(made)
-    (line,) = api.check(f"examples/methods/{name}.yaml")
+    line, memory = api.check(f"examples/methods/{name}.yaml")
     recipe = load_recipe(f"examples/methods/{name}.yaml")
     assert line.startswith(f"program {recipe.program}: ")
+    assert memory.startswith("memory: ")
     assert recipe.run.name == name
 
 

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,8 +27,10 @@ from podium.errors import RecipeError
 from podium.recipe import CorrectionSection, OnPolicyRecipe, parse_recipe
 from podium.recipe.on_policy import EnvironmentSection
 from podium.recipe.schema import SampledGenerationSection
+from podium.roles.engine_summaries import EngineSummaries
 from podium.roles.generator import GeneratorRank
 from podium.roles.mailboxes import Mailboxes
+from podium.rollout.engine import Load
 from podium.rollout.requests import Completion, Request, Sampling
 
 RECIPE: dict[str, Any] = {
@@ -161,7 +164,7 @@ class BrokenEngine:
         if self._refuses:
             raise RuntimeError("refused")
 
-    def results(self, *, deadline_s: float) -> Iterator[Completion]:
+    def results(self, *, deadline_s: float, tick_s: float | None = None) -> Iterator[Completion]:
         if self._refuses:
             return
         yield make_answer(0)
@@ -176,7 +179,8 @@ def _generator(engine: Any) -> Any:
         deadline_s = 1.0
 
     generator._spec = Spec()
-    generator._engine.load = lambda: type("Load", (), {"cache_tokens_used": 0})()
+    generator._engine.load = lambda: Load(**dict.fromkeys(Load.__slots__, 0))
+    generator._summaries = EngineSummaries(Mock(), generator._engine.load)
     generator.begin_serving()
     return generator
 
