@@ -61,7 +61,7 @@ def make_runs(folder: Path) -> None:
     write_events(agent)
     write_samples(agent)
     make_run(folder, "agent-higher-lr", _grpo() | {"optimizer": {"lr": 3e-6}}, steps=45, seed=1)
-    make_run(folder, "imitation", _sft(), steps=300, seed=2)
+    write_rows(make_run(folder, "imitation", _sft(), steps=300, seed=2))
     broken = folder / "broken-recipe"
     broken.mkdir()
     (broken / "run.json").write_text('{"status": "finished", "program": "sft"}')
@@ -157,6 +157,16 @@ def write_samples(run: Path) -> None:
         for a in (12, 30)
     ]  # fmt: skip
     (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_rows(run: Path) -> None:
+    """Rows of fixed data: a question that is not trained, and an answer that is; the second is a pair."""
+    document = {"tokens": [1, 2, 3], "texts": ["What?", " It is", f" {HOSTILE[0]}"], "loss_mask": [False, True, True]}
+    rows = [
+        {"source": "sums", "value": 0.0, "documents": [{**document, "length": 3}]},
+        {"source": "pairs", "value": 1.5, "documents": [{**document, "length": 9}, {**document, "length": 3}]},
+    ]
+    (run / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_rollouts(run: Path, *, steps: Sequence[int]) -> None:

@@ -35,6 +35,7 @@ VIEWS = {
     "group": "#/run/agent/rollouts/6/33",
     "turns": "#/run/agent/rollouts/6/33?view=turns",
     "held-out": "#/run/agent/heldout",
+    "rows": "#/run/imitation/examples",
     "system": "#/run/agent/system",
     "recipe": "#/run/agent/recipe",
     "compare": "#/compare?runs=agent,agent-higher-lr",
@@ -235,8 +236,22 @@ def test_turns_show_tool_calls(open_page: OpenPage, address: str) -> None:
     expect(card.locator("table.rewards")).to_contain_text("correct")
 
 
+def test_rows_of_fixed_data_show_which_tokens_are_trained(open_page: OpenPage, address: str) -> None:
+    page = open_page(f"{address}#/run/imitation/examples")
+    expect(page.get_by_text("2 of 3 tokens are trained")).to_be_visible()
+    tokens = page.locator(".tokens .token")
+    assert tokens.first.evaluate("node => node.style.background") == ""
+    assert tokens.last.evaluate("node => node.style.background") != ""
+    tokens.last.hover()
+    expect(page.locator("#tooltip")).to_contain_text("loss mask trained")
+    page.locator("select").select_option("1")
+    expect(page.locator(".tab-body h2")).to_have_text(["Chosen", "Rejected"])
+    expect(page.get_by_text("2 of 9 tokens are trained, the first 3 are here")).to_be_visible()
+    expect(page.get_by_role("link", name="Rollouts")).to_have_count(0)
+
+
 def test_a_run_without_rollouts_says_how_to_keep_them(open_page: OpenPage, address: str) -> None:
-    page = open_page(f"{address}#/run/imitation/rollouts")
+    page = open_page(f"{address}#/run/agent-higher-lr/rollouts")
     expect(page.get_by_text("This run keeps no rollouts")).to_be_visible()
     expect(page.get_by_text("rollouts: {keep: sample, per_step: 32}")).to_be_visible()
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import signal
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -34,6 +35,8 @@ def ui(
         typer.echo("Everybody who has this address can read all runs of the folder. The connection is not encrypted.")
     elif browser:
         webbrowser.open(server.url)
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell in the background ignores the first
+        signal.signal(number, signal.default_int_handler)
     try:
         server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:

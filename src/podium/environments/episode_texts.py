@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from podium.data.kinds import Message
 from podium.data.masks import ChatTemplateError
 from podium.data.tasks import Task
+from podium.data.token_texts import TokenTexts
 from podium.data.tokenizer import answer_text
 from podium.data.trajectories import Ints
 from podium.environments.chat_format import ToolCall
@@ -26,7 +27,6 @@ from podium.environments.transcript import TurnTokenizer
 # In the place of a message's content in a rendering.
 _CONTENT = "mmmmmmmm"
 _QUESTION: Message = {"role": "user", "content": "question"}
-_METASPACE = "▁"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ class EpisodeTexts:
         """`has_turns`: an environment may answer the model."""
         self._tokenizer = tokenizer
         self._turns = TurnTokenizer(tokenizer, hidden_tools=True) if has_turns else None
-        self._texts: dict[int, str] = {}
+        self._texts = TokenTexts(tokenizer)
         self._frames: tuple[_Frame, ...] | None = None
 
     def of_tokens(self, tokens_T: NDArray[np.int32]) -> tuple[list[str], Ints]:
         """The text of each different token by itself, and which of them each token is."""
         different, which_T = np.unique(tokens_T, return_inverse=True)
-        return [self._text(token) for token in different.tolist()], which_T
+        return [self._texts.of(token) for token in different.tolist()], which_T
 
     def messages(self, task: Task, tokens_L: NDArray[np.int32], sampled_L: NDArray[np.bool_]) -> str:
         """The conversation of an episode as JSON."""
@@ -81,16 +81,6 @@ class EpisodeTexts:
             else:
                 told += self._reply(part_L, calls)
         return json.dumps(told, ensure_ascii=False, default=str)
-
-    def _text(self, token: int) -> str:
-        if token not in self._texts:
-            options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-            text = str(self._tokenizer.decode([token], **options))
-            # Decoders of whole texts drop the space before the first word.
-            if str(self._tokenizer.convert_ids_to_tokens(token)).startswith(_METASPACE) and not text.startswith(" "):
-                text = f" {text}"
-            self._texts[token] = text
-        return self._texts[token]
 
     def _prompt(self, task: Task, tokens_L: NDArray[np.int32]) -> list[Message]:
         """The task's own messages, if they are what the tokens say; an environment may have written others."""

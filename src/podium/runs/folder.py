@@ -48,6 +48,11 @@ class RunFolder:
         return self.path / "samples.jsonl"
 
     @property
+    def examples_file(self) -> Path:
+        """The first rows of the data of a run on fixed data, token by token."""
+        return self.path / "examples.jsonl"
+
+    @property
     def skipped_file(self) -> Path:
         """Rows that were skipped (data.on_error: skip), one JSON line each."""
         return self.path / "skipped_rows.jsonl"

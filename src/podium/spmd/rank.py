@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from podium.data.endings import missing_stop_token
 from podium.data.examples import MakerSpec
 from podium.data.loader import LoaderState, StepLoader, StepSize, decode
 from podium.data.skipping import SkipPolicy
+from podium.data.source_names import source_names
 from podium.data.sources import open_source
 from podium.data.tokenizer import load_tokenizer, require_embeddings, stop_tokens
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, newest_usable
@@ -44,6 +46,7 @@ from podium.runs.milestones import Milestones
 from podium.runs.program_errors import named_program
 from podium.runs.result import RunResult
 from podium.spmd.evaluation import Evaluator
+from podium.spmd.kept_examples import kept_examples
 from podium.spmd.launch import RankPlace, StopRequest
 from podium.spmd.restarting import (
     newest_state,
@@ -226,6 +229,7 @@ def _build(
         cost=cost, peak_flops=peak, max_tokens=max_tokens,
         hard_cap=recipe.micro_batch_tokens is not None, stop_requested=stop_requested, watch=watch,
         check_endings=_endings_check(recipe, tokenizer, model_folder), milestones=milestones,
+        show_examples=partial(kept_examples, sources=source_names(recipe.data.train), tokenizer=tokenizer),
         snapshots=StepSnapshots(open_snapshots(where, memory, engine), engine, console, watch),
         evaluates_only=task.evaluates_only,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from podium.data.documents import Document, SplitExamples
+from podium.data.documents import Document, Example, SplitExamples
 from podium.data.examples import shape_of
 from podium.data.loader import DocumentCounts, LoaderState, StepLoader, encode
 from podium.data.source_names import mixed_names
@@ -32,6 +32,7 @@ from podium.observe import ShownMetric, StepView, Stopwatch
 from podium.observe.timeline import rank_name, spans_of
 from podium.recipe import SpmdRecipe
 from podium.runs.disk_reports import last_save_error
+from podium.runs.example_files import KeptExample, write_examples
 from podium.runs.folder import RunFolder
 from podium.runs.guards import DivergenceGuard
 from podium.runs.log import RunLog
@@ -75,6 +76,7 @@ class SpmdParts(Generic[RecipeT_co]):
     stop_requested: Callable[[], bool]
     watch: Stopwatch
     check_endings: Callable[[Sequence[Document]], str | None]  # documents -> a warning if none ends with a stop token
+    show_examples: Callable[[Sequence[Example]], Sequence[KeptExample]]  # as people read them
     milestones: Milestones
     snapshots: StepSnapshots
     evaluates_only: bool = False
@@ -303,6 +305,7 @@ class SpmdRun(Generic[RecipeT_co]):
         }
         if step.number == 1:
             self._warn_of_endings(step)
+            self._keep_examples(step)
             assert parts.loader is not None
             for note in parts.loader.notes:
                 parts.log.console.note(note)
@@ -349,6 +352,14 @@ class SpmdRun(Generic[RecipeT_co]):
             warning = self._parts.check_endings(documents)
             if warning is not None:
                 self._parts.log.console.warning(f"data.train: {warning}")
+
+    def _keep_examples(self, step: TrainStep) -> None:
+        """Writes the first rows as they are trained on. A run that cannot goes on."""
+        path = self._parts.folder.examples_file
+        try:
+            write_examples(path, self._parts.show_examples(step.split.examples))
+        except OSError as error:
+            self._parts.log.console.warning(f"{path} cannot be written ({error.strerror or error}): it is left out")
 
     def _evaluate(self) -> None:
         parts = self._parts

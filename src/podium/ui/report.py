@@ -84,6 +84,7 @@ def _answers(site: Site, entry: RunEntry, left_out: list[str]) -> Iterator[tuple
     yield f"{base}/timeline", site.answer(f"{base}/timeline", Query({"points": str(_TIMELINE_POINTS)}))
     yield f"{base}/accounting", site.answer(f"{base}/accounting", Query())
     yield f"{base}/heldout", _heldout(site, base, entry, left_out)
+    yield f"{base}/examples", site.answer(f"{base}/examples", Query())
     yield from _rollouts(site, base, entry, left_out)
 
 

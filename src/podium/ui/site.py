@@ -8,6 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -16,6 +17,7 @@ from podium.errors import PodiumError
 from podium.observe.metrics import METRICS_FILE, json_value
 from podium.observe.timeline import timeline_file
 from podium.runs.comparing import RunComparison, compare_runs
+from podium.runs.example_files import read_examples
 from podium.runs.folder import RunFolder
 from podium.runs.showing import show_lines
 from podium.ui.answers import PageError, Query
@@ -175,6 +177,10 @@ class Site:
     def _heldout(self, run_id: str, query: Query) -> Json:
         return heldout_answers(RunFolder(path=self.catalogue.readable(run_id).path).samples_file)
 
+    def _examples(self, run_id: str, query: Query) -> Json:
+        found = read_examples(RunFolder(path=self.catalogue.readable(run_id).path).examples_file)
+        return {"examples": [asdict(each) for each in found]}
+
     def _compare(self, query: Query) -> Json:
         ids = [query.text(side) for side in ("a", "b")]
         if not all(ids):
@@ -192,6 +198,7 @@ _OF_RUN: dict[str, Callable[[Site, str, Query], Json]] = {
     "accounting": Site._accounting,
     "rollouts": Site._rollouts,
     "heldout": Site._heldout,
+    "examples": Site._examples,
     "system": Site._system,
     "texts": Site._texts,
 }

@@ -167,6 +167,7 @@ def run_facts(entry: RunEntry, row: Json, metric_names: list[str], *, has_rollou
         "has_rollouts": has_rollouts,
         "has_timeline": any(entry.path.glob("timeline*.jsonl")),
         "has_heldout": run.samples_file.is_file(),
+        "has_examples": run.examples_file.is_file(),
         "events": event_marks(entry.path),
         "alarms": alarms(run.console_file),
     }
@@ -187,7 +188,8 @@ def _pipeline_facts(entry: RunEntry, row: Json) -> Json:
     recipe = folder.recipe(needs_environment=False).stored_values()
     return {
         **row, "recipe": flat_values(recipe), "lineage": [], "stages": stages, "checkpoints": [], "metric_names": [],
-        "has_rollouts": False, "has_timeline": False, "has_heldout": False, "events": [], "alarms": [],
+        "has_rollouts": False, "has_timeline": False, "has_heldout": False, "has_examples": False, "events": [],
+        "alarms": [],
     }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from helpers.run_folders import BEGIN_S, GENERATOR, LEARNER, append_steps, episode, make_run_folder, write_rollouts
 from podium.errors import RunFolderError
+from podium.runs.example_files import KeptDocument, KeptExample, write_examples
 from podium.runs.folder import RunFolder
 from podium.ui import timelines
 from podium.ui.apart import Apart
@@ -46,6 +47,20 @@ def test_a_row_follows_its_files(browser: Any, runs: Path) -> None:
     assert (row["status"], row["step"]) == ("dead", 7)  # nobody holds the folder
     with run.held():
         assert browser.get("/api/runs/two")["status"] == "running"
+
+
+def test_rows_of_fixed_data_are_there_token_by_token(browser: Any, runs: Path) -> None:
+    assert browser.get("/api/runs/one/examples") == {"examples": []}
+    assert browser.get("/api/runs/one")["has_examples"] is False
+    document = KeptDocument(tokens=(5, 6), texts=("<b>", " two"), loss_mask=(False, True), length=9)
+    write_examples(runs / "one" / "examples.jsonl", [KeptExample(source="sums", value=0.5, documents=(document,))])
+
+    (example,) = browser.get("/api/runs/one/examples")["examples"]
+    assert browser.get("/api/runs/one")["has_examples"] is True
+    assert (example["source"], example["value"]) == ("sums", 0.5)
+    assert example["documents"] == [
+        {"tokens": [5, 6], "texts": ["<b>", " two"], "loss_mask": [False, True], "length": 9}
+    ]
 
 
 def test_the_facts_of_a_run(browser: Any) -> None:

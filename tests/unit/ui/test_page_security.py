@@ -70,7 +70,7 @@ def test_a_run_that_is_a_link_out_of_the_folder_is_not_read(browser: Any, runs: 
         assert "is a link out of" in browser.error(f"/api/runs/link{path}", 422)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts", "samples.jsonl", "timeline-1.jsonl", "events.jsonl"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts", "samples.jsonl", "examples.jsonl", "events.jsonl"])
 def test_a_file_that_is_a_link_out_of_the_folder_is_not_read(browser: Any, runs: Path, name: str) -> None:
     place = runs / "two" / name
     place.unlink(missing_ok=True)

@@ -20,9 +20,16 @@ from podium.api import train
 
 
 @pytest.mark.serial
-def test_it_serves_until_ctrl_c(runs: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_it_is_told_to_end(runs: Path, number: signal.Signals) -> None:
+    """Also where its parent ignores SIGINT, as shells do for what runs in the background."""
     command = [sys.executable, "-m", "podium", "ui", str(runs), "--port", "0", "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with started as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -32,7 +39,7 @@ def test_it_serves_until_ctrl_c(runs: Path) -> None:
             stream = urllib.request.urlopen(f"{address}api/events?run=one", timeout=30)
             stream.readline()
             begin = time.monotonic()
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             assert process.wait(timeout=20) == 0
             assert time.monotonic() - begin < 10
             assert process.stdout.read() == "ended\n"
@@ -67,3 +74,11 @@ def test_the_page_of_a_run_that_ran(tiny_folder: Path, tmp_path: Path, serve: Ca
     (rank,) = browser.get("/api/runs/real/accounting")["workers"]
     assert sum(rank["seconds"].values()) == pytest.approx(rank["total_s"])
     assert browser.get("/api/runs/real/timeline")["workers"][0]["spans"]
+    documents = [
+        document for each in browser.get("/api/runs/real/examples")["examples"] for document in each["documents"]
+    ]
+    assert documents
+    for document in documents:
+        assert len(document["texts"]) == len(document["loss_mask"]) == document["length"]
+        assert not document["loss_mask"][0]  # nothing predicts it
+        assert any(document["loss_mask"])

@@ -5,6 +5,7 @@ import { fetchJson, listen, runPath } from "./api.js";
 import { showCurves } from "./curves.js";
 import { el, fill, tableOf } from "./dom.js";
 import { isReport } from "./embedded.js";
+import { showExamples } from "./examples.js";
 import { bytes, moment, plain } from "./formats.js";
 import { showHeldout } from "./heldout.js";
 import { showRollouts } from "./rollouts.js";
@@ -19,6 +20,7 @@ const TABS = [
   { key: "curves", title: "Curves", show: showRunCurves },
   { key: "timeline", title: "Timeline", show: showTimeline },
   { key: "rollouts", title: "Rollouts", show: showRollouts },
+  { key: "examples", title: "Trained tokens", show: showExamples },
   { key: "heldout", title: "Held-out answers", show: showHeldout },
   { key: "system", title: "System", show: showSystem },
   { key: "recipe", title: "Recipe", show: showRecipe },
@@ -36,7 +38,7 @@ export function showRun(main, route, signal) {
         fill(main, stateBox(`${id} cannot be read`, run.broken, el("a", { class: "button", href: "#/" }, "All runs")));
         return;
       }
-      const tabs = TABS.filter((tab) => !run.stages || OF_PIPELINES.includes(tab.key));
+      const tabs = TABS.filter((tab) => (run.stages ? OF_PIPELINES.includes(tab.key) : isOf(run, tab)));
       const tab = tabs.find((each) => each.key === key);
       const body = el("div", { class: "tab-body", id: "tab-body" });
       const live = { listeners: [] };
@@ -74,6 +76,12 @@ export function showRun(main, route, signal) {
     signal,
     "run",
   );
+}
+
+/** Rows of fixed data and rollouts exclude each other: a run has the tab of its kind. */
+function isOf(run, tab) {
+  if (tab.key === "examples") return run.has_examples;
+  return tab.key !== "rollouts" || !run.has_examples;
 }
 
 function headOf(run, live) {
