@@ -77,11 +77,13 @@ class Query:
 
 
 def json_text(value: Any) -> str:
-    """JSON as browsers read it: a number that is not finite is null, and no text can be taken for HTML."""
+    """JSON as browsers read it: a number that is not finite is null, no text can be taken for HTML, and half an emoji
+    is a question mark, so that UTF-8 has it. What JSON has no type for is text."""
     try:
-        text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=False, default=str)
     except ValueError:
-        text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+        text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"), ensure_ascii=False, default=str)
+    text = text.encode("utf-8", "replace").decode("utf-8")
     for char, escape in _ESCAPES.items():
         text = text.replace(char, escape)
     return text

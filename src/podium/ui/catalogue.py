@@ -74,7 +74,7 @@ class RunCatalogue:
         """A run; or a pipeline and its stages; nothing for other files and folders."""
         if not is_pipeline_folder(path):
             if _is_run(path) or _looks_like_a_run(path):
-                yield RunEntry(id=path.name, path=path, broken=self._fault(path))
+                yield RunEntry(id=_id(path), path=path, broken=self._fault(path))
             return
         fault, stages = self._fault(path), list[str]()
         if fault is None:
@@ -82,13 +82,12 @@ class RunCatalogue:
                 stages = [str(name) for name in PipelineFolder.open(path).state()["order"]]
             except (PodiumError, OSError, KeyError, TypeError) as error:
                 fault = f"{path / 'pipeline.json'} is damaged ({error}). Restore it, or remove the folder."
-        yield RunEntry(id=path.name, path=path, is_pipeline=True, broken=fault)
+        yield RunEntry(id=_id(path), path=path, is_pipeline=True, broken=fault)
         for name in stages:
             stage = path / name
             if os.sep not in name and name not in ("", ".", "..") and _is_run(stage):
-                yield RunEntry(
-                    id=f"{path.name}{_OF_STAGE}{name}", path=stage, parent=path.name, broken=self._fault(stage)
-                )
+                id = f"{_id(path)}{_OF_STAGE}{_id(stage)}"
+                yield RunEntry(id=id, path=stage, parent=_id(path), broken=self._fault(stage))
 
     def _fault(self, path: Path) -> str | None:
         """Why a folder is not read: it, or one of its entries, is a link to somewhere else."""
@@ -106,6 +105,11 @@ class RunCatalogue:
             missing = "run.json" if not _is_run(path) else "recipe.yaml"
             return f"{path} has no {missing}: it is no whole run folder. Restore the file, or remove the folder."
         return None
+
+
+def _id(path: Path) -> str:
+    """The name of a folder. Bytes of it that are no UTF-8 are escaped: browsers cannot send them back."""
+    return os.fsencode(path.name).decode("utf-8", "backslashreplace")
 
 
 def _is_run(path: Path) -> bool:
