@@ -137,7 +137,7 @@ def _parsed(line: str) -> StepMetrics | None:
         values = {
             str(name): _WORDS[value] if isinstance(value, str) else float(value) for name, value in fields.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return StepMetrics(step=step, time_s=time_s, values=values)
 

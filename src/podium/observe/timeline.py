@@ -8,6 +8,7 @@ has both names: "update > forward". Lines of another kind name the slowest episo
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,8 +31,8 @@ CONTROLLER = "controller"
 STEPS, TAIL = "steps", "tail"
 """Inner spans of generators with summaries of engine steps. `tail`: at most half of the sequences are left, and none
 waits."""
-_WORKER = re.compile(r"(.+)\[(\d+)\]@.*#(\d+)")
-_RANK = re.compile(r"rank (\d+)")
+_WORKER = re.compile(r"(.+)\[(\d{1,18})\]@.*#(\d{1,18})")
+_RANK = re.compile(r"rank (\d{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,8 @@ def _short(value: float) -> float:
 
 def read_timeline(run: Path, *, most_bytes: int | None = None) -> Iterator[TimelineSpan]:
     """All spans that the files of a run have, in the order in which each file was written, or those in the last bytes
-    of the newest files. A line that a full disk or a killed process has cut is left out."""
+    of the newest files. A line that a full disk or a killed process has cut is left out, and so is a span whose times
+    are no numbers."""
     for found in _lines(run, most_bytes):
         try:
             worker = str(found["worker"])
@@ -202,9 +204,9 @@ def read_timeline(run: Path, *, most_bytes: int | None = None) -> Iterator[Timel
                 TimelineSpan(worker, str(name), float(begin_s), float(begin_s) + float(length_s), _values(*values))
                 for name, begin_s, length_s, *values in found["spans"]
             ]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             continue
-        yield from spans
+        yield from (span for span in spans if math.isfinite(span.begin_s) and math.isfinite(span.end_s))
 
 
 def read_slowest(run: Path, *, most_bytes: int | None = None) -> Iterator[SlowEpisode]:
@@ -220,7 +222,7 @@ def read_slowest(run: Path, *, most_bytes: int | None = None) -> Iterator[SlowEp
                 )
                 for group, sample, tokens, begin_s, seconds, worker in rows
             ]  # fmt: skip
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             continue
         yield from episodes
 
@@ -239,7 +241,9 @@ def engine_steps(spans: Iterable[TimelineSpan]) -> Iterator[EngineSteps]:
 
 
 def _values(values: Mapping[str, float] | None = None) -> dict[str, float] | None:
-    return None if values is None else {str(name): float(value) for name, value in values.items()}
+    if values is None:
+        return None
+    return {name: value for name, each in values.items() if math.isfinite(value := float(each))}
 
 
 def _lines(run: Path, most_bytes: int | None) -> Iterator[Mapping[str, Any]]:
@@ -256,7 +260,7 @@ def _lines_of(file: Path, most_bytes: int) -> Iterator[Mapping[str, Any]]:
         for line in lines:
             try:
                 found = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(found, dict):
                 yield found

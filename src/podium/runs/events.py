@@ -74,10 +74,10 @@ def _events(run: Path, event: str, kind: Callable[..., _EventT]) -> Iterator[_Ev
     path = run / EVENTS_FILE
     if not path.is_file():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             values = json.loads(line)
             if values.pop("event") == event:
                 yield kind(**values)
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             continue

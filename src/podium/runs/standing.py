@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,8 +104,11 @@ def mapping_in(run: RunFolder) -> Mapping[str, Any]:
 
 def changed_s(path: Path) -> float:
     """When a run or pipeline last wrote its state or its metrics, in seconds since 1970."""
-    files = (path / name for name in ("run.json", "pipeline.json", "metrics.jsonl"))
-    return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
+    moments = [0.0]
+    for name in ("run.json", "pipeline.json", "metrics.jsonl"):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            moments.append((path / name).stat().st_mtime)
+    return max(moments)
 
 
 def moment(seconds: float) -> str:

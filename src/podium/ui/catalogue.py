@@ -51,7 +51,7 @@ class RunCatalogue:
             paths = sorted(Path(each.path) for each in os.scandir(self._root) if not each.name.startswith("."))
         except OSError as error:
             raise PageError(500, f"{self.folder} cannot be read: {error.strerror or error}.") from error
-        return [entry for path in paths for entry in self._family(path)]
+        return [entry for path in paths for entry in self._entries_at(path)]
 
     def find(self, run_id: str) -> RunEntry:
         """The entry with this id."""
@@ -70,6 +70,13 @@ class RunCatalogue:
             raise PageError(422, entry.broken)
         return entry
 
+    def _entries_at(self, path: Path) -> list[RunEntry]:
+        """A folder that may not be looked into is none of a run: `lost+found`, or one of another user."""
+        try:
+            return list(self._family(path))
+        except OSError:
+            return []
+
     def _family(self, path: Path) -> Iterator[RunEntry]:
         """A run; or a pipeline and its stages; nothing for other files and folders."""
         if not is_pipeline_folder(path):
@@ -80,7 +87,7 @@ class RunCatalogue:
         if fault is None:
             try:
                 stages = [str(name) for name in PipelineFolder.open(path).state()["order"]]
-            except (PodiumError, OSError, KeyError, TypeError) as error:
+            except (PodiumError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
                 fault = f"{path / 'pipeline.json'} is damaged ({error}). Restore it, or remove the folder."
         yield RunEntry(id=_id(path), path=path, is_pipeline=True, broken=fault)
         for name in stages:

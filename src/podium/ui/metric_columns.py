@@ -16,6 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 _CHUNK = 4 << 20
+# A longer line is none that a run wrote; it is not kept in memory until it ends.
+_LONGEST_LINE = 16 << 20
+_MOST_STEP = 1 << 62
 # Steps at which a metric was not finite; more are not named.
 _MOST_NAMED = 100
 Floats = NDArray[np.float64]
@@ -82,6 +85,10 @@ class MetricColumns:
                         rest = lines.pop()
                         self._offset += sum(map(len, lines)) + len(lines)
                         self._add(lines)
+                        if len(rest) > _LONGEST_LINE:
+                            self._offset += len(rest)
+                            rest = b""
+                            self.num_bad += 1
             except OSError:
                 self._forget()
             return len(self._steps)
@@ -95,7 +102,9 @@ class MetricColumns:
             try:
                 fields: dict[str, Any] = json.loads(line)
                 step, time_s = int(fields.pop("step")), float(fields.pop("time_s"))
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+                if abs(step) > _MOST_STEP:
+                    raise ValueError(f"no step has the number {step}")
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 self.num_bad += 1
                 continue
             if list(fields) != names:
@@ -112,6 +121,8 @@ class MetricColumns:
             return
         try:
             values = np.array(rows, dtype=np.float64)
+            if values.ndim != 2:
+                raise ValueError("values are lists")
         except (TypeError, ValueError, OverflowError):  # a value that is no number is left out
             values = np.array([[_number(value) for value in row] for row in rows], dtype=np.float64)
         numbers = np.arange(len(self._steps) - len(rows), len(self._steps)).astype(np.int64)

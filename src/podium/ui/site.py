@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import re
 import threading
@@ -138,9 +139,9 @@ class Site:
             future = self._waiting[key]
         try:
             return future.result(timeout=wait_s)
-        except concurrent.futures.TimeoutError:
-            return None
-        except (PodiumError, OSError, ValueError, KeyError, TypeError) as error:
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
+            return None  # it takes longer, or the run has changed meanwhile, and another request reads it again
+        except Exception as error:
             return [f"`podium show` cannot read {entry.path}: {error}"]
 
     def _read_lines(self, path: Path) -> list[str]:
@@ -241,8 +242,8 @@ def heldout_answers(samples: Path) -> Json:
             row = json.loads(line)
             prompt = str(row.pop("prompt"))
             answer = {"step": int(row["step"]), "answer": str(row["answer"])}
-        except (ValueError, KeyError, TypeError, AttributeError):  # half a line at either end
-            continue
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            continue  # half a line at either end, or one that no run wrote
         prompts.setdefault(prompt, []).append({"reference": None, "score": None} | row | answer)
     shown = list(prompts.items())[:_MOST_PROMPTS]
     return {
@@ -255,8 +256,11 @@ def heldout_answers(samples: Path) -> Json:
 
 
 def _is_large(run: Path) -> bool:
-    sizes = [each.stat().st_size for each in (run / METRICS_FILE, timeline_file(run)) if each.is_file()]
-    return sum(sizes) >= _LARGE_BYTES
+    size = 0
+    for file in (run / METRICS_FILE, timeline_file(run)):
+        with contextlib.suppress(OSError):
+            size += file.stat().st_size
+    return size >= _LARGE_BYTES
 
 
 def _number(text: str, name: str) -> int:

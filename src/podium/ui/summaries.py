@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import threading
@@ -54,7 +55,7 @@ class RunSummaries:
             return _broken_row(entry, entry.broken)
         try:
             return _pipeline_row(entry) if entry.is_pipeline else self._run_row(entry)
-        except (PodiumError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except Exception as error:  # whatever its files have, the others can be listed
             return _broken_row(entry, _reason(entry, error))
 
     def _run_row(self, entry: RunEntry) -> Json:
@@ -113,9 +114,16 @@ def _pipeline_row(entry: RunEntry) -> Json:
 def _broken_row(entry: RunEntry, reason: str) -> Json:
     return {
         "id": entry.id, "name": entry.path.name, "program": "-", "status": "damaged", "step": 0, "steps": 0,
-        "changed_s": changed_s(entry.path) if entry.path.is_dir() else 0.0, "duration_s": None, "metrics": {},
+        "changed_s": _changed_s(entry.path), "duration_s": None, "metrics": {},
         "parent": entry.parent, "broken": reason,
     }  # fmt: skip
+
+
+def _changed_s(path: Path) -> float:
+    try:
+        return changed_s(path)
+    except OSError:
+        return 0.0
 
 
 def _reason(entry: RunEntry, error: Exception) -> str:
@@ -135,7 +143,7 @@ def _first_time_s(metrics: Path) -> float | None:
     try:
         with metrics.open("rb") as file:
             return float(json.loads(file.read(_FIRST_BYTES).split(b"\n")[0])["time_s"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 
@@ -155,7 +163,7 @@ def run_facts(entry: RunEntry, row: Json, metric_names: list[str], *, has_rollou
             return _pipeline_facts(entry, row)
         run = RunFolder.open(entry.path)
         recipe, state = run.recipe(needs_environment=False), mapping_in(run)
-    except (PodiumError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:
         raise PageError(422, _reason(entry, error)) from error
     lineage = state.get("lineage")
     return {
@@ -228,13 +236,22 @@ def event_marks(run: Path) -> list[Json]:
     """Deaths with their recoveries, and generators that joined or left; the newest of many."""
     marks: list[Json] = []
     for each in recoveries(run):
+        if not _are_numbers(each.time_s, each.seconds):
+            continue
         text = f"{each.part}: {each.cause} ({each.remedy}, {each.seconds:.1f} s)"
         marks.append({"time_s": each.time_s, "kind": "recovery", "text": text, "step": each.step})
         marks[-1]["seconds"] = each.seconds
     for change in membership_changes(run):
+        if not _are_numbers(change.time_s):
+            continue
         text = f"{change.generator} has {change.change}: {change.cause} ({change.generators} generators)"
         marks.append({"time_s": change.time_s, "kind": change.change, "text": text, "step": change.step})
     return sorted(marks, key=lambda mark: mark["time_s"])[-_MOST_EVENTS:]
+
+
+def _are_numbers(*values: object) -> bool:
+    """Whether a line of events has what its dataclass says: it comes from a file."""
+    return all(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
 
 
 def alarms(console: Path) -> list[Json]:

@@ -4,10 +4,17 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+import pytest
+
+from podium.ui.metric_columns import MetricColumns
+from podium.ui.site import Site
 
 Serve = Callable[..., Any]
 
@@ -25,3 +32,98 @@ def test_half_an_emoji_is_a_question_mark(browser: Any, runs: Path) -> None:
 
     prompts = {each["prompt"]: each["answers"] for each in browser.get("/api/runs/one/heldout")["prompts"]}
     assert prompts["half"][0]["answer"] == "?!"
+
+
+_DEEP = "[" * 100_000
+_LONG = '{"step": 1, "time_s": 1, "loss": 1' + 400 * "0" + "}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": Infinity, "time_s": 1}', '{"step": 1e30, "time_s": 1}', _LONG,
+        '{"step": 11, "time_s": 1, "a": [1, 2], "b": [3, 4]}', _DEEP, '{"step": 11, "time_s": NaN, "loss": NaN}',
+    ],
+    ids=["infinite", "large", "long", "lists", "deep", "nan"],
+)  # fmt: skip
+def test_lines_of_metrics_that_no_run_wrote(browser: Any, runs: Path, line: str) -> None:
+    with (runs / "one" / "metrics.jsonl").open("a") as file:
+        file.write(line + "\n" + '{"step": 12, "time_s": 5.0, "loss": 0.5}\n')
+
+    assert {row["id"] for row in browser.get("/api/runs")["runs"]} == {"one", "two"}
+    assert browser.get("/api/runs/one")["step"] == 10
+    series = browser.get("/api/runs/one/metrics")["series"]
+    assert series["loss"]["step"][-1] == 12
+    assert series["loss"]["value"][-1] == 0.5
+    assert all(len(each["step"]) == len(each["value"]) for each in series.values())
+
+
+def test_a_line_without_end_is_not_kept(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    with file.open("wb") as zeros:
+        zeros.truncate(64 << 20)
+        zeros.seek(0, os.SEEK_END)
+        zeros.write(b'\n{"step": 1, "time_s": 0, "loss": 2.0}\n')
+    columns = MetricColumns(file)
+
+    tracemalloc.start()
+    assert columns.refresh() == 1
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 96 << 20
+    assert columns.names == ["loss"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '["compute", NaN, 1]', '["compute", 1.75e9, Infinity]', '["compute", 1e308, 1e308]', '["compute", 1, 1, 5]',
+        '["steps", 1.75e9, 1.0, {"steps": Infinity}]', _DEEP,
+    ],
+    ids=["nan", "infinite", "large", "values", "value", "deep"],
+)  # fmt: skip
+def test_lines_of_timelines_that_no_run_wrote(browser: Any, runs: Path, line: str) -> None:
+    known = browser.get("/api/runs/two/accounting")["workers"]
+    with (runs / "two" / "timeline.jsonl").open("a") as file:
+        file.write('{"worker": "controller", "spans": [' + line + "]}\n")
+    with (runs / "two" / "events.jsonl").open("ab") as file:
+        file.write(b'{"event": "membership", "change": "\xff", "time_s": "now"}\n')
+
+    assert browser.get("/api/runs/two/timeline")["workers"]
+    found = browser.get("/api/runs/two/accounting")["workers"]
+    assert [each["total_s"] for each in found] == [each["total_s"] for each in known]
+    assert not any("cannot read" in text for text in browser.get("/api/runs/two")["texts"])
+
+
+def test_a_state_that_nests_too_deeply_is_damage(browser: Any, runs: Path) -> None:
+    (runs / "two" / "run.json").write_text(_DEEP)
+    (runs / "three").mkdir()
+    (runs / "three" / "pipeline.json").write_text(_DEEP)
+
+    rows = {row["id"]: row["status"] for row in browser.get("/api/runs")["runs"]}
+    assert rows == {"one": "finished", "two": "damaged", "three": "damaged"}
+    assert "cannot be read" in browser.error("/api/runs/two", 422)
+
+
+def test_a_folder_of_another_user_is_left_out(browser: Any, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (runs / "lost+found").mkdir()
+    is_file = Path.is_file
+
+    def refused(path: Path) -> bool:
+        if path.parent.name == "lost+found":
+            raise PermissionError(13, "Permission denied")
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    assert {row["id"] for row in browser.get("/api/runs")["runs"]} == {"one", "two"}
+
+
+def test_lines_of_show_that_another_request_has_given_up(runs: Path) -> None:
+    site = Site(runs)
+    try:
+        entry = site.catalogue.find("one")
+        site._waiting[entry.path, 1.0] = waiting = Future()
+        waiting.cancel()
+        assert site._show_lines(entry, 1.0, 5.0) is None
+    finally:
+        site.close()
