@@ -113,9 +113,14 @@ def _rollouts(site: Site, base: str, entry: RunEntry, left_out: list[str]) -> It
     rows: list[Json] = []
     size = 0
     for step in reversed(chosen):  # the newest are the most interesting, should there not be room for all
-        of_step = summary_rows(files[step], step)
-        for group in sorted(_telling_groups(of_step)):
-            whole = site.answer(f"{base}/rollouts/{step}/{group}", Query())
+        try:
+            of_step = summary_rows(files[step], step)
+            groups = sorted(_telling_groups(of_step))
+            wholes = [site.answer(f"{base}/rollouts/{step}/{group}", Query()) for group in groups]
+        except (PodiumError, TypeError) as error:  # a damaged file, or one of other types
+            left_out.append(f"{entry.id}: rollouts of step {step}: {error}")
+            continue
+        for group, whole in zip(groups, wholes, strict=True):
             size += len(json_text(whole))
             if size > _MOST_CHARACTERS:
                 continue

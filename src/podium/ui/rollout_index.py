@@ -121,6 +121,15 @@ class RolloutIndex:
         if self._temporary is not None:
             self._temporary.cleanup()
 
+    def discard(self) -> None:
+        """Ends the thread without waiting for it, and removes the file."""
+        self._closing.set()
+        for name in ("", "-wal", "-shm"):
+            with contextlib.suppress(OSError):
+                self._file.with_name(self._file.name + name).unlink()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
     def progress(self) -> dict[str, int]:
         """Rows in the index, and rows that there are, as far as that is known."""
         with self._opened() as connection:
@@ -158,7 +167,7 @@ class RolloutIndex:
                     total = connection.execute("SELECT COALESCE(SUM(rows), 0) FROM files").fetchone()[0]
             except sqlite3.OperationalError as error:
                 if "interrupt" not in str(error):
-                    raise PageError(500, f"the index of {self._run / FOLDER} cannot be read: {error}.") from error
+                    raise
                 total, is_whole = (page - 1) * size + len(rows), False
         return FoundRows(rows=[_row(row) for row in rows], total=total, is_whole=is_whole)
 
@@ -239,9 +248,11 @@ def update_index(run: Path, file: Path) -> None:
         for step, path, stamp in reversed(new):
             try:
                 episodes = summary_rows(path, step)
-            except PageError:
-                episodes = []  # its own page says what is wrong with it
-            _replace(connection, step, stamp, episodes)
+                _replace(connection, step, stamp, episodes)
+            except (sqlite3.OperationalError, OSError):
+                raise  # a full disk, another process: tried again
+            except Exception:  # its own page says what is wrong with it
+                _replace(connection, step, stamp, [])
 
 
 def _replace(

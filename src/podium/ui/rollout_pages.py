@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ class RunRollouts:
 
     def __init__(self, run: Path, cache: Path | None, apart: Apart) -> None:
         self._run, self._cache, self._apart = run, cache, apart
+        self._lock = threading.Lock()
         self._index: RolloutIndex | None = None
 
     @property
@@ -58,17 +61,37 @@ class RunRollouts:
             return common | self._of_step(files, step, wanted, number, size)
         if not files:
             return common | {"total": 0, "rows": [], "sources": [], "index": {"done": 0, "of": 0}}
-        if self._index is None:
-            self._index = RolloutIndex(self._run, self._cache, self._apart)
-        self._index.wake(wait_s=_WAIT_S)
-        found = self._index.page(wanted, page=number, size=size, most_s=_SEARCH_S)
-        return common | {
+        try:
+            return common | self._of_index(wanted, number, size)
+        except sqlite3.DatabaseError as error:
+            if "locked" in str(error):
+                raise PageError(503, f"another process writes the index of {self._run}. Reload the page.") from error
+        try:  # it was removed or damaged: it is a cache, and made again
+            self._forget_index()
+            return common | self._of_index(wanted, number, size)
+        except sqlite3.DatabaseError as error:
+            raise PageError(500, f"the index of {self._run / FOLDER} cannot be read: {error}.") from error
+
+    def _of_index(self, wanted: RolloutFilter, number: int, size: int) -> Json:
+        with self._lock:
+            if self._index is None:
+                self._index = RolloutIndex(self._run, self._cache, self._apart)
+            index = self._index
+        index.wake(wait_s=_WAIT_S)
+        found = index.page(wanted, page=number, size=size, most_s=_SEARCH_S)
+        return {
             "total": found.total,
             "is_whole": found.is_whole,
             "rows": found.rows,
-            "sources": self._index.sources(),
-            "index": self._index.progress(),
+            "sources": index.sources(),
+            "index": index.progress(),
         }
+
+    def _forget_index(self) -> None:
+        with self._lock:
+            if self._index is not None:
+                self._index.discard()
+                self._index = None
 
     def _of_step(self, files: Mapping[int, Path], step: int, wanted: RolloutFilter, number: int, size: int) -> Json:
         """Reads one file. A search sees the whole text of every message."""

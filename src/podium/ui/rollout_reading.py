@@ -20,7 +20,10 @@ _NAME = re.compile(r"step-(\d{1,12})\.parquet")
 PREVIEW = 120
 # Of one episode as the page gets it: a longer one is cut, and says so.
 _MOST_TOKENS, _MOST_EPISODES = 50_000, 256
-_PER_TOKEN = ("tokens", "texts", "loss_mask", "log_probs", "versions", "advantages")
+_PER_TOKEN = (
+    "tokens", "texts", "loss_mask", "log_probs", "versions", "advantages", "reference_log_probs", "teacher_log_probs",
+    "values", "returns",
+)  # fmt: skip
 _SMALL = ("group", "sample", "source", "row", "prompt_tokens", "reward", "rewards", "ending", "trained")
 Json = dict[str, Any]
 
@@ -70,6 +73,13 @@ def num_rows(path: Path) -> int:
 def summary_rows(path: Path, step: int, *, texts: bool = False) -> list[Json]:
     """All episodes of a file without their tokens. `texts`: with the whole messages as `messages`, to search in."""
     columns = _columns(path, (*_SMALL, "messages", "loss_mask"))
+    try:
+        return _rows(columns, step, texts=texts)
+    except (TypeError, ValueError) as error:  # columns of other types than those of a run
+        raise _unreadable(path, error) from error
+
+
+def _rows(columns: Mapping[str, list[Any]], step: int, *, texts: bool) -> list[Json]:
     rows = []
     count = len(next(iter(columns.values()), ()))
     lengths = columns.get("loss_mask") or [None] * count
@@ -136,8 +146,11 @@ def episodes(path: Path, group: int) -> Json:
         raise _unreadable(path, error) from error
     if not found:
         raise PageError(404, f"{path} has no group {group}. Go back to the list of rollouts.")
-    found.sort(key=lambda row: row.get("sample") or 0)
-    shown = [_whole(row) for row in found[:_MOST_EPISODES]]
+    try:
+        found.sort(key=lambda row: row.get("sample") or 0)
+        shown = [_whole(row) for row in found[:_MOST_EPISODES]]
+    except (TypeError, ValueError) as error:
+        raise _unreadable(path, error) from error
     return {"episodes": shown, "left_out": len(found) - len(shown)}
 
 
@@ -157,7 +170,7 @@ def _messages(text: Any) -> list[Any]:
     """The messages of an episode; a text that is no JSON is shown as it is."""
     try:
         found = json.loads(text) if isinstance(text, str) else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return [{"role": "unknown", "content": text}]
     return found if isinstance(found, list) else []
 

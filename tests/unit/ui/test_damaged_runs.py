@@ -4,16 +4,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from podium.ui.metric_columns import MetricColumns
+from podium.ui.report import write_report
 from podium.ui.site import Site
 
 Serve = Callable[..., Any]
@@ -127,3 +132,55 @@ def test_lines_of_show_that_another_request_has_given_up(runs: Path) -> None:
         assert site._show_lines(entry, 1.0, 5.0) is None
     finally:
         site.close()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"group": [0], "rewards": [5], "prompt_tokens": ["x"], "tokens": [[1]], "trained": ["maybe"]},
+        {"group": [2**63], "messages": ["[]"]},
+        {"group": [0], "messages": [_DEEP]},
+        {"group": [0], "reward": [datetime(2030, 1, 1)]},
+        {"something": ["else"]},
+    ],
+    ids=["types", "unsigned", "deep", "dates", "columns"],
+)
+def test_a_foreign_file_of_rollouts_costs_only_itself(
+    browser: Any, runs: Path, tmp_path: Path, values: dict[str, list[Any]]
+) -> None:
+    types = {name: pa.uint64() if 2**63 in column else None for name, column in values.items()}
+    table = pa.table({name: pa.array(column, types[name]) for name, column in values.items()})
+    pq.write_table(table, runs / "one" / "rollouts" / "step-00000009.parquet")
+
+    found = browser.get("/api/runs/one/rollouts")
+    assert found["total"] >= 9
+    assert {row["step"] for row in found["rows"]} >= {1, 2, 3}
+    for path in ("rollouts?step=9", "rollouts/9/0"):
+        assert browser.ask(f"/api/runs/one/{path}").status in (200, 404, 422)
+    summary = write_report(runs / "one", tmp_path / "report.html")
+    assert "Left out" in summary.file.read_text(encoding="utf-8")
+
+
+def test_an_index_that_is_removed_or_damaged_is_made_again(runs: Path, serve: Serve, tmp_path: Path) -> None:
+    cache = tmp_path / "index"
+    browser = serve(runs, cache=cache)
+    total = browser.get("/api/runs/one/rollouts")["total"]
+    shutil.rmtree(cache)
+    assert _settled(browser) == total
+
+    browser.server.site.close()
+    (file,) = cache.glob("*.sqlite")
+    content = bytearray(file.read_bytes())
+    content[4096:] = b"x" * (len(content) - 4096)
+    browser = serve(runs, cache=cache)
+    file.write_bytes(content)
+    assert _settled(browser) == total
+
+
+def _settled(browser: Any) -> int:
+    """The number of rollouts, when the index has all of them."""
+    for _ in range(10):
+        found = browser.get("/api/runs/one/rollouts")
+        if found["index"]["done"] == found["index"]["of"] > 0:
+            break
+    return int(found["total"])
