@@ -196,7 +196,7 @@ def _short(value: float) -> float:
 def read_timeline(run: Path, *, most_bytes: int | None = None) -> Iterator[TimelineSpan]:
     """All spans that the files of a run have, in the order in which each file was written, or those in the last bytes
     of the newest files. A line that a full disk or a killed process has cut is left out, and so is a span whose times
-    are no numbers."""
+    are no numbers, or that ends before it begins: a clock was set back."""
     for found in _lines(run, most_bytes):
         try:
             worker = str(found["worker"])
@@ -206,7 +206,7 @@ def read_timeline(run: Path, *, most_bytes: int | None = None) -> Iterator[Timel
             ]
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             continue
-        yield from (span for span in spans if math.isfinite(span.begin_s) and math.isfinite(span.end_s))
+        yield from (span for span in spans if -math.inf < span.begin_s <= span.end_s < math.inf)
 
 
 def read_slowest(run: Path, *, most_bytes: int | None = None) -> Iterator[SlowEpisode]:

@@ -368,10 +368,10 @@ def _holder(path: Path) -> str:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process is running the folder now."""
+    """Whether a process is running the folder now. Those who only ask do not see each other."""
     try:
         with (path / "run.lock").open("r") as file:  # also where nothing can be written
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
     except BlockingIOError:
         return True

@@ -30,6 +30,8 @@ from podium.ui.summaries import RunSummaries, run_facts
 from podium.ui.timelines import RunTimeline
 
 _POINTS, _MOST_POINTS, _MOST_NAMES = 1000, 20_000, 500
+# Points of all curves of one answer, which are in memory at once.
+_MOST_VALUES = 500_000
 # How long the facts of a run wait for the lines of `podium show`, which reads all metrics.
 _LINES_S, _MOST_LINES_S = 0.3, 60.0
 # From this size of metrics and timeline on, a process of its own reads them.
@@ -54,11 +56,12 @@ class RunData:
 
     def curves(self, names: list[str], query: Query) -> Json:
         """Curves of the metrics that the run has, by name."""
-        points = query.whole("points", _POINTS, least=1, most=_MOST_POINTS)
+        names = list(dict.fromkeys(names))[:_MOST_NAMES]
+        most = min(_MOST_POINTS, _MOST_VALUES // max(1, len(names)))
+        points = query.whole("points", _POINTS, least=1, most=most)
         first, last = query.number("from"), query.number("to")
         found = {
-            name: self.metrics.curve(name, points=points, first_step=first, last_step=last)
-            for name in names[:_MOST_NAMES]
+            name: self.metrics.curve(name, points=min(points, most), first_step=first, last_step=last) for name in names
         }
         return {"series": {name: curve.as_json() for name, curve in found.items() if curve is not None}}
 

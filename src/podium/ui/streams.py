@@ -40,10 +40,12 @@ def run_events(site: Site, run_id: str, stop: threading.Event, *, look_s: float 
             yield event_text("reset", {"lines": count})
         if count > line:
             line = max(line, count - _MOST_LINES)
-            for step, time_s, values in metrics.since(line):
+            new = metrics.since(line)  # another request may have read more meanwhile
+            line += len(new)
+            for step, time_s, values in new:
                 shown = {name: json_value(value) for name, value in values.items()}
                 yield event_text("metrics", {"step": step, "time_s": time_s, "values": shown})
-            line, spoke_s = count, time.monotonic()
+            spoke_s = time.monotonic()
         if time.monotonic() - spoke_s >= _HEARTBEAT_S:
             spoke_s = time.monotonic()
             yield HEARTBEAT

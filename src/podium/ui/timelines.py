@@ -22,12 +22,14 @@ from podium.ui.summaries import event_marks
 # Of every file, what is read before the first answer. It is enough for most runs.
 _NEWEST_BYTES = 1 << 20
 # Reading all files, which have at most 64 MiB each.
-_MOST_READ_S = 120.0
+_MOST_READ_S, _ENDING_S = 120.0, 10.0
 # Fine parts are merged into stretches of so many points, each with its largest causes.
 _STRETCH, _MOST_CAUSES = 8, 5
 # Reading again takes at most this share of the time.
 _BUSY_SHARE = 0.2
 _MOST_WORKERS = 256
+# Spans of one answer, about.
+_MOST_SPANS = 400_000
 _OTHER = "other"
 Json = dict[str, Any]
 Floats = NDArray[np.float64]
@@ -157,10 +159,19 @@ class RunTimeline:
         self._newest, self._whole = _Read(), _Read()
         self._reader: threading.Thread | None = None
 
+    def read_rest(self) -> bool:
+        """Waits until large files are read to their beginning. Returns whether they are."""
+        if self._current().is_whole:
+            return True
+        if self._reader is not None:
+            self._reader.join(_MOST_READ_S + _ENDING_S)
+        return self._current().is_whole
+
     def view(self, begin_s: float | None, end_s: float | None, points: int) -> Json:
         """An interval, by default the whole."""
         read = self._current()
         workers = read.workers
+        points = min(points, _MOST_SPANS // max(1, min(len(workers), _MOST_WORKERS)))
         whole = _extent(workers)
         begin, end = whole[0] if begin_s is None else begin_s, whole[1] if end_s is None else end_s
         marks = event_marks(self._run)

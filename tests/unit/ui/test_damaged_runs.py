@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import shutil
+import threading
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,9 +20,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from helpers.run_folders import append_steps
+from podium.runs.folder import RunFolder, is_held
+from podium.ui import site as site_module
+from podium.ui import timelines
+from podium.ui.apart import Apart
 from podium.ui.metric_columns import MetricColumns
 from podium.ui.report import write_report
 from podium.ui.site import Site
+from podium.ui.streams import run_events
 
 Serve = Callable[..., Any]
 
@@ -82,10 +91,11 @@ def test_a_line_without_end_is_not_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        '["compute", NaN, 1]', '["compute", 1.75e9, Infinity]', '["compute", 1e308, 1e308]', '["compute", 1, 1, 5]',
+        '["compute", NaN, 1]', '["compute", 1.75e9, -50]',
+        '["compute", 1.75e9, Infinity]', '["compute", 1e308, 1e308]', '["compute", 1, 1, 5]',
         '["steps", 1.75e9, 1.0, {"steps": Infinity}]', _DEEP,
     ],
-    ids=["nan", "infinite", "large", "values", "value", "deep"],
+    ids=["nan", "backward", "infinite", "large", "values", "value", "deep"],
 )  # fmt: skip
 def test_lines_of_timelines_that_no_run_wrote(browser: Any, runs: Path, line: str) -> None:
     known = browser.get("/api/runs/two/accounting")["workers"]
@@ -184,3 +194,68 @@ def _settled(browser: Any) -> int:
         if found["index"]["done"] == found["index"]["of"] > 0:
             break
     return int(found["total"])
+
+
+def test_two_who_ask_do_not_take_each_other_for_the_run(runs: Path) -> None:
+    with RunFolder.open(runs / "two").held():
+        assert is_held(runs / "two")
+    with (runs / "two" / "run.lock").open("r") as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)  # as another page does at this moment
+        assert not is_held(runs / "two")
+
+
+def test_one_request_has_a_bounded_answer(browser: Any, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site_module, "_MOST_VALUES", 12)
+    monkeypatch.setattr(timelines, "_MOST_SPANS", 30)
+
+    series = browser.get("/api/runs/one/metrics?points=1000000000")["series"]
+    assert {name: len(each["step"]) for name, each in series.items()} == {"loss": 4, "reward/mean": 4, "step_s": 4}
+    assert len(browser.get("/api/runs/one/metrics?names=loss,loss,loss")["series"]["loss"]["step"]) == 10
+    fine = browser.get("/api/runs/one/timeline?points=1000000000")["workers"]
+    assert len(fine) == 3
+    assert all(any("merged" in span for span in worker["spans"]) for worker in fine[:1])
+
+
+def test_lines_that_another_request_read_first_arrive_once(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(runs)
+    stop = threading.Event()
+    events = run_events(site, "two", stop, look_s=0.001)
+    since = MetricColumns.since
+
+    def busy(columns: MetricColumns, line: int) -> Any:
+        if columns.refresh() == 7:
+            append_steps(RunFolder.open(runs / "two"), [8])
+            columns.refresh()
+        return since(columns, line)
+
+    try:
+        while "status" not in next(events):
+            pass
+        monkeypatch.setattr(MetricColumns, "since", busy)
+        append_steps(RunFolder.open(runs / "two"), [7])
+        steps = [next(events) for _ in range(2)]
+        append_steps(RunFolder.open(runs / "two"), [9])
+        steps.append(next(events))
+        assert [json.loads(each.partition("data: ")[2])["step"] for each in steps] == [7, 8, 9]
+    finally:
+        stop.set()
+        site.close()
+
+
+def test_a_report_has_all_of_a_large_timeline(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timelines, "_NEWEST_BYTES", 1500)
+    monkeypatch.setattr(Apart, "call", lambda self, function, *args, most_s: function(*args))
+    summary = write_report(runs / "one", tmp_path / "report.html")
+    accounting = _embedded(summary.file)["/api/runs/one/accounting"]
+    assert (accounting["is_whole"], accounting["workers"][0]["total_s"]) == (True, pytest.approx(22.0))
+
+    monkeypatch.setattr(Apart, "call", lambda self, function, *args, most_s: None)  # it took too long
+    summary = write_report(runs / "one", tmp_path / "report.html")
+    assert any("of the newest part" in line for line in summary.left_out)
+    assert _embedded(summary.file)["/api/runs/one/timeline"]["is_whole"]  # nobody reads the rest meanwhile
+
+
+def _embedded(report: Path) -> dict[str, Any]:
+    text = report.read_text(encoding="utf-8").partition('id="podium-data">')[2].partition("</script>")[0]
+    found: dict[str, Any] = json.loads(text)
+    return found
