@@ -155,7 +155,7 @@ class BackgroundLogger:
             self._calling_since = time.monotonic()
             try:
                 call()
-            except Exception as error:
+            except BaseException as error:  # also SystemExit, which would end this thread without a word
                 self._note(error)
             else:
                 return True
@@ -163,7 +163,7 @@ class BackgroundLogger:
                 self._calling_since = None
         return False
 
-    def _note(self, error: Exception) -> None:
+    def _note(self, error: BaseException) -> None:
         if not self._has_failed_before:
             self._has_failed_before = True
             self._messages.append(

@@ -25,7 +25,7 @@ Row = Mapping[str, str | float | None]
 """One row of a table of samples."""
 
 _SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
-_SECRET_IN_URL = re.compile(r"(://)[^/@\s]+@|([?&][\w-]*(?:key|token|secret|password)=)[^&\s]+", re.IGNORECASE)
+_SECRET_IN_URL = re.compile(r"(://)[^/\s]+@|([?&][\w-]*(?:key|token|secret|password)=)[^&\s]+", re.IGNORECASE)
 _SHORTEST_SECRET = 6
 _MOST_SHOWN = 300
 

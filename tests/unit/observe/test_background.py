@@ -13,7 +13,7 @@ import pytest
 from podium.observe.background import BackgroundLogger, Limits
 from podium.observe.loggers import Logger, TableLogger, close_loggers
 from podium.observe.metrics import StepMetrics
-from podium.observe.tracking import Row
+from podium.observe.tracking import Row, error_text
 
 QUICK = Limits(most_waiting=20, tries=3, pause_s=0.0, silence_s=60.0, close_s=10.0)
 A_MOMENT_S = 10.0  # for what comes at once
@@ -226,3 +226,20 @@ def test_all_loggers_are_closed_though_one_raises(warnings: list[str]) -> None:
         close_loggers([Broken(), logger], failed=False)  # type: ignore[list-item]
 
     assert tracker.calls == [("close", False)]
+
+
+def test_a_tracker_that_ends_its_thread_is_a_failure_like_others(warnings: list[str]) -> None:
+    def leave() -> Recorder:
+        raise SystemExit(1)
+
+    logger = BackgroundLogger("mine", leave, warn=warnings.append, limits=QUICK)
+    logger.log(metrics(1))
+    logger.close()
+    assert [each.partition(".")[0] for each in warnings] == [
+        "mine failed: SystemExit: 1", "mine is off for the rest of this run", "1 record missing at mine",
+    ]  # fmt: skip
+
+
+def test_a_password_with_an_at_sign_is_not_shown() -> None:
+    error = OSError("no answer of https://me:hunter@22@host/api, see https://host/@help")
+    assert error_text(error, {}) == "OSError: no answer of https://***@host/api, see https://host/@help"
