@@ -9,6 +9,7 @@ docs/rollouts.md says what the columns mean."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 FOLDER = "rollouts"
 _FORMAT = 1
 _KEY = b"podium"
+_NAME = re.compile(r"step-([0-9]{8,})\.parquet")
 # Readers of a whole folder leave out names that begin with a dot.
 _TEMPORARY = ".tmp-"
 _PER_TOKEN = ("log_probs", "advantages", "reference_log_probs", "teacher_log_probs", "values", "returns")
@@ -99,8 +101,8 @@ def rollout_path(folder: Path, step: int) -> Path:
 
 def rollout_steps(folder: Path) -> list[int]:
     """Steps that have a file, in ascending order."""
-    names = (path.name.removeprefix("step-").removesuffix(".parquet") for path in folder.glob("step-*.parquet"))
-    return sorted(int(name) for name in names if name.isdigit())
+    found = (_NAME.fullmatch(path.name) for path in folder.glob("step-*.parquet"))
+    return sorted(int(name[1]) for name in found if name is not None)
 
 
 def write_rollouts(folder: Path, columns: RolloutColumns) -> None:

@@ -146,3 +146,16 @@ def test_what_cannot_be_read_is_named(run: Path) -> None:
         list(read_rollouts(run, 8))
     with pytest.raises(RunFolderError, match=r"step-00000009\.parquet cannot be read"):
         rollout_facts(run, 9)
+
+
+def test_files_of_other_names_are_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    for name in ("step-5.parquet", "step-²³45678.parquet", "step-00000002.parquet", "step-00000004.parquet"):
+        (folder / name).touch()
+
+    assert rollout_steps(folder) == [2, 4]
+    forget_rollouts_after(folder, 2)
+    assert sorted(each.name for each in folder.iterdir()) == [
+        "step-00000002.parquet", "step-5.parquet", "step-²³45678.parquet",
+    ]  # fmt: skip
