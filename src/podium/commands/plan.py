@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,7 +13,7 @@ import typer
 from podium.commands.arguments import Overrides
 from podium.commands.completion import complete_recipe, complete_run
 from podium.errors import RecipeError
-from podium.recipe import PipelineRecipe, Recipe
+from podium.recipe import PipelineRecipe, Recipe, SpmdRecipe
 from podium.recipe.pipeline_loading import load_any_recipe
 
 if TYPE_CHECKING:
@@ -43,18 +44,30 @@ def plan(
     device: Annotated[
         str | None, typer.Option(help="Another device than this machine's, for example H100 or H200.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of which GPU-hours are told.", min=1)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of which device-hours are told. Default: the recipe's.", min=1)
+    ] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Before a run: usual tokens of a prompt.", min=1)] = None,
     answer_tokens: Annotated[int | None, typer.Option(help="Before a run: usual tokens of an answer.", min=1)] = None,
-    grading: Annotated[float, typer.Option(help="Before a run: seconds to grade an episode.", min=0)] = 0.0,
+    grading: Annotated[
+        float | None, typer.Option(help="Before a run: seconds to grade an episode. Default: 0.", min=0)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:  # fmt: skip
     """Predict memory, step time and idle devices of a recipe or a run, and find its best layout."""
     if calibrate:
+        if recipe is not None or runs:
+            raise typer.BadParameter("--calibrate measures this machine: give no recipe and no --from with it")
         _calibrate("cpu" if device == "cpu" else "auto")
         return
     if (recipe is None) == (not runs):
         raise typer.BadParameter("give a recipe, or a run with --from")
+    before = {
+        "--set": overrides, "--device": device, "--prompt-tokens": prompt_tokens, "--answer-tokens": answer_tokens,
+        "--grading": grading,
+    }  # fmt: skip
+    if runs and (unused := [name for name, value in before.items() if value is not None]):
+        raise typer.BadParameter(f"{', '.join(unused)}: only with a recipe. A run tells that itself; leave it out")
     from podium.planning.plans import Assumptions, device_numbers, plan_recipe, plan_runs
     from podium.planning.search import STALENESSES
 
@@ -62,8 +75,12 @@ def plan(
     if recipe is None:
         found = plan_runs(runs or [], devices=numbers, stalenesses=stalenesses, steps=steps)
     else:
-        assumptions = Assumptions(prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, grading_s=grading)
+        assumptions = Assumptions(prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, grading_s=grading or 0.0)
         loaded = _loaded(recipe, overrides or [])
+        if isinstance(loaded, SpmdRecipe):
+            _refuse_for_fixed_data(
+                loaded, {**before, "--set": None, "--device": None, "--devices": devices, "--staleness": staleness}
+            )
         found = plan_recipe(
             loaded, _device(loaded, device), devices=numbers, stalenesses=stalenesses, assumptions=assumptions,
             steps=steps,
@@ -73,6 +90,16 @@ def plan(
         return
     for line in found.lines():
         typer.echo(line)
+
+
+def _refuse_for_fixed_data(recipe: SpmdRecipe, options: Mapping[str, object]) -> None:
+    """Options that say something of episodes, or of layouts to look at."""
+    unused = [name for name, value in options.items() if value is not None]
+    if unused:
+        raise typer.BadParameter(
+            f"{', '.join(unused)}: {recipe.program} generates nothing, and its plan is that of the recipe's own "
+            "devices. Change them with --set placement.devices=N"
+        )
 
 
 def _loaded(recipe: Path, overrides: list[str]) -> Recipe:
@@ -98,4 +125,5 @@ def _calibrate(kind: Literal["auto", "cpu"]) -> None:
     from podium.planning.calibration import calibrate
 
     done = calibrate(kind, note=lambda text: typer.echo(f"measuring {text}"))
-    typer.echo(f"measured {done.device.name} in {done.seconds:.0f} s; later plans take it from {done.file}")
+    for line in done.lines():
+        typer.echo(line)

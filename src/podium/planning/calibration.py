@@ -66,7 +66,7 @@ class Calibration:
             "in copies",
             f"updates reach {share.matrix:.0%} of the products' speed, and take {1e3 * share.update_s:.1f} ms beside",
             f"a decoding step takes {1e6 * share.decode_layer_s:.0f} µs a layer beside what it reads",
-            f"measured in {self.seconds:.0f} s, kept in {self.file}",
+            f"measured in {self.seconds:.0f} s; later plans take it from {self.file}",
         ]
 
 

@@ -113,7 +113,7 @@ def refusal(plan: MemoryPlan, recipe: Recipe) -> RecipeError | None:
     if not plan.cannot_fit:
         return None
     peak, device = plan.peak, plan.device
-    what = "this machine's memory" if device.kind == "cpu" else f"a {device.name}"
+    what = "this machine's memory" if device.kind == "cpu" else f"one {device.name}"
     return RecipeError(
         f"placement.devices: the run cannot fit {what} of {_gib(device.memory_bytes)}. Its {peak.phase} "
         f"({peak.place}) takes about {_gib(peak.num_bytes)}, most of it {_listed(peak.largest)}. "

@@ -21,10 +21,12 @@ from podium.planning.prediction import Prediction
 from podium.planning.run_costs import Estimate, RunCosts, estimate_costs, fit_line
 from podium.planning.run_records import configuration_of, opened, program_of, read_records, step_lines, workload_of
 from podium.planning.search import STALENESSES, SearchResult, predicted, search, why
+from podium.planning.shape_costs import StepTime, cost_model, training_step
 from podium.planning.shape_costs import Workload as Episodes
-from podium.planning.shape_costs import cost_model, training_step
 from podium.recipe import OnPolicyRecipe, Recipe, SpmdRecipe
 
+# A step of fixed data that is shorter takes as long as starting its kernels.
+_SMALL_STEP_S = 0.02
 # Before a run nothing is known of its answers but their limit.
 _USUAL_PART, _USUAL_SIGMA = 4, 0.8
 _USUAL_PROMPT = 256
@@ -84,7 +86,7 @@ class Plan:
 
     def _reasons(self, found: SearchResult, base: Prediction) -> list[str]:
         best = min(found.fastest, base, key=lambda each: each.step_s)
-        lines = [f"best: {best.configuration.name}. {why(best, base)}"]
+        lines = [f"best: {why(best, base)}"]
         changes = base.configuration.changes_to(best.configuration)
         if changes:
             lines.append("  set " + ", ".join(f"{key}: {new}" for key, (_, new) in changes.items()))
@@ -97,13 +99,13 @@ class Plan:
             lines.append(f"best on-policy: {fresh.configuration.name}, {_seconds(fresh.step_s)} a step")
         if len(found.choices) > 1:
             cheap = found.cheapest
-            lines.append(f"cheapest: {cheap.configuration.name}, {cheap.gpu_hours:.3g} GPU-hours")
+            lines.append(f"cheapest: {cheap.configuration.name}, {cheap.gpu_hours:.3g} device-hours")
         if not found.is_complete:
             lines.append(f"after {found.seconds:.0f} s the search ended before all numbers of devices were looked at")
         return lines
 
 
-_HEADER = ("configuration", "s/step", "±", "of now", "trained tokens/s", "GPU-hours", "idle", "most of it", "age")
+_HEADER = ("configuration", "s/step", "±", "of now", "trained tokens/s", "device-hours", "idle", "most of it", "age")
 
 
 def _row(each: Prediction, base: Prediction) -> tuple[str, ...]:
@@ -133,11 +135,11 @@ def plan_runs(
     steps: int | None = None,
 ) -> Plan:  # fmt: skip
     """What the first run would have done in another configuration. Further runs, of other layouts, tell what it cannot:
-    what new weights and changing sides cost. `steps`: of which GPU-hours are told; default: the recipe's."""
+    what new weights and changing sides cost. `steps`: of which device-hours are told; default: the recipe's."""
     folder = opened(runs[0])
     recipe = program_of(folder)
     if isinstance(recipe, SpmdRecipe):
-        return _plan_spmd_run(runs[0], recipe, step_lines(folder), devices)
+        return _plan_spmd_run(runs[0], recipe, step_lines(folder), devices, steps or recipe.steps)
     first, *others = [read_records(run) for run in runs]
     run = estimate_costs(first, others=others)
     if steps is not None:
@@ -196,17 +198,18 @@ def _estimate_values(each: Estimate) -> dict[str, Any]:
 
 
 def _plan_spmd_run(
-    path: Path, recipe: SpmdRecipe, steps: Sequence[tuple[int, Mapping[str, float]]], devices: Sequence[int]
+    path: Path, recipe: SpmdRecipe, lines: Sequence[tuple[int, Mapping[str, float]]], devices: Sequence[int], steps: int
 ) -> Plan:
-    kept = [values for _, values in steps[1:]]
+    kept = [values for _, values in lines[1:]]
     if len(kept) < _FEWEST_STEPS:
         raise RunFolderError(
-            f"{path} has {len(steps)} steps, and a plan needs {_FEWEST_STEPS + 1}. Let it train longer."
+            f"{path} has {len(lines)} steps, and a plan needs {_FEWEST_STEPS + 1}. Let it train longer."
         )
     now = recipe.placement.devices
     seconds = [values["step_s"] for values in kept]
-    line = fit_line([values.get("tokens", 0.0) / now for values in kept], seconds)
-    tokens = statistics.fmean(values.get("tokens", 0.0) for values in kept)
+    counts = [values.get("tokens", 0.0) for values in kept]
+    line = fit_line([count / now for count in counts], seconds)
+    tokens = statistics.fmean(counts)
     numbers = sorted({now, *(devices or (2 * now, 4 * now))})
     times = {number: line.constant + line.slope * tokens / number for number in numbers}
     facts = [
@@ -214,16 +217,23 @@ def _plan_spmd_run(
         f"a token on a device {_seconds(line.slope)}, and {_seconds(line.constant)} of every step (median error "
         f"{line.error:.1%})",
         *(
-            f"{number} devices: {_seconds(step_s)} a step, {tokens / step_s:,.0f} tokens/s, "
-            f"{number * step_s * recipe.steps / 3600:.3g} GPU-hours"
+            f"{_devices(number)}: {_seconds(step_s)} a step, {tokens / step_s:,.0f} tokens/s, "
+            f"{number * step_s * steps / 3600:.3g} device-hours for {steps:,} steps"
             for number, step_s in times.items()
         ),
     ]
-    note = "what sharding over more devices adds to a step is not in this run's records, and not counted"
+    notes = []
+    if len(times) > 1:
+        notes.append("what sharding over more devices adds to a step is not in this run's records, and not counted.")
+        if line.constant == 0.0:
+            notes.append(
+                "what a step takes whatever its tokens cannot be told, because steps are few, or all have about as "
+                "many tokens: more devices may gain less."
+            )
     values = {"run": str(path), "token_s": line.slope, "constant_s": line.constant, "step_s": times}
     return Plan(
-        title=f"{path}: {recipe.program} on {now} devices", facts=tuple(facts), base=None, found=None,
-        notes=(note,) if len(times) > 1 else (), values=values,
+        title=f"{path}: {recipe.program} on {_devices(now)}", facts=tuple(facts), base=None, found=None,
+        notes=tuple(notes), values=values,
     )  # fmt: skip
 
 
@@ -238,11 +248,11 @@ def plan_recipe(
     if problem is not None:
         raise problem
     if isinstance(recipe, SpmdRecipe):
-        return _plan_spmd(recipe, device, memory)
+        return _plan_spmd(recipe, device, memory, steps or recipe.steps)
     if not isinstance(recipe, OnPolicyRecipe):
         raise RecipeError(f"program: {recipe.program} has no plan.")
-    episodes, assumed = _episodes(recipe, assumptions)
     shape, base = shape_of(recipe.model), configuration_of(recipe)
+    episodes, assumed = _episodes(recipe, assumptions, shape.context)
     costs = cost_model(
         shape, device, episodes, layout="elastic", num_learners=num_learners(recipe),
         checkpointed=recipe.model.activation_checkpointing == "layers",
@@ -261,36 +271,53 @@ def plan_recipe(
     )
 
 
-def _plan_spmd(recipe: SpmdRecipe, device: Device, memory: MemoryPlan) -> Plan:
+def _plan_spmd(recipe: SpmdRecipe, device: Device, memory: MemoryPlan, steps: int) -> Plan:
     shape, world = shape_of(recipe.model), recipe.placement.devices
-    length = recipe.data.max_length or shape.context
+    longest = recipe.data.max_length or shape.context
     rows = recipe.rows_per_step
-    tokens = recipe.tokens_per_step if rows is None else rows * recipe.documents_per_row * length
+    tokens = recipe.tokens_per_step if rows is None else rows * recipe.documents_per_row * longest
     of_one = max(1.0, tokens / world)
-    lengths = [min(length, of_one)] * max(1, round(of_one / min(length, of_one)))
+    length = min(longest, of_one)
     step = training_step(
-        shape, device, lengths, world=world, checkpointed=recipe.model.activation_checkpointing == "layers"
-    )
+        shape, device, [length] * max(1, round(of_one / length)), world=world,
+        checkpointed=recipe.model.activation_checkpointing == "layers",
+    )  # fmt: skip
+    # Only a calibration measures what an update takes whatever its size; the table's value has a controller in it.
+    parts = {**_step_parts(step), "constant": device.efficiency.update_s if device.is_measured else 0.0}
+    step_s = sum(parts.values())
     facts = [
         *memory.lines(),
-        f"a step of {tokens:,.0f} tokens in documents of {length:,} takes {_seconds(step.total_s)}: products "
-        f"{_seconds(step.products_s)}, attention {_seconds(step.attention_s)}, collectives "
-        f"{_seconds(step.collectives_s)}",
-        f"{tokens / step.total_s:,.0f} tokens/s, {world * step.total_s * recipe.steps / 3600:.3g} GPU-hours for "
-        f"{recipe.steps} steps",
+        f"a step of {tokens:,.0f} tokens takes {_seconds(step_s)}: {_listed(parts)}",
+        f"{tokens / step_s:,.0f} tokens/s, {world * step_s * steps / 3600:.3g} device-hours for {steps:,} steps",
     ]
-    values = {"device": device.name, "memory": _memory_values(memory), "step_s": step.total_s}
+    notes = [f"assumed: documents of {length:,.0f} tokens, as long as they may be. Shorter ones have less attention."]
+    if step_s < _SMALL_STEP_S and not device.is_measured:
+        notes.append(
+            "starting its kernels may take longer than such a small step, and is not counted: this is a lower bound."
+        )
+    values = {"device": device.name, "memory": _memory_values(memory), "step_s": step_s, "parts_s": parts}
     return Plan(
         title=f"{recipe.program} on {world} x {device.name}", facts=tuple(facts), base=None, found=None,
-        notes=tuple(_device_notes(device)), values=values,
+        notes=(*notes, *_device_notes(device)), values=values,
     )  # fmt: skip
 
 
-def _episodes(recipe: OnPolicyRecipe, assumptions: Assumptions) -> tuple[Episodes, str]:
-    """Their lengths, and what was assumed of them."""
+def _step_parts(step: StepTime) -> dict[str, float]:
+    return {
+        "products": step.products_s, "attention": step.attention_s, "activations": step.activations_s,
+        "logits": step.logits_s, "optimizer": step.optimizer_s, "collectives": step.collectives_s,
+    }  # fmt: skip
+
+
+def _listed(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in parts.items() if seconds > 0)
+
+
+def _episodes(recipe: OnPolicyRecipe, assumptions: Assumptions, context: int) -> tuple[Episodes, str]:
+    """Their lengths, and what was assumed of them. `context`: of the model."""
     limit = recipe.rollout.max_new_tokens
     answer = assumptions.answer_tokens or max(1, limit // _USUAL_PART)
-    room = max(1, (recipe.data.max_length or limit + _USUAL_PROMPT) - limit)
+    room = max(1, (recipe.data.max_length or context) - limit)
     prompt = assumptions.prompt_tokens or min(_USUAL_PROMPT, room)
     episodes = Episodes(
         prompt_tokens=prompt,
@@ -306,14 +333,19 @@ def _episodes(recipe: OnPolicyRecipe, assumptions: Assumptions) -> tuple[Episode
 
 
 def _phase_facts(now: Prediction) -> list[str]:
-    phases = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in now.phases.items() if seconds > 1e-6)
+    phases = _listed({name: seconds for name, seconds in now.phases.items() if seconds > 1e-6})
     return [f"a step takes {_seconds(now.step_s)} ± {_seconds(now.spread_s)}: {phases}"]
 
 
 def _device_notes(device: Device) -> list[str]:
     if device.is_measured:
         return []
-    return ["speeds of the device are its datasheet's; podium plan --calibrate measures this machine's."]
+    if device.kind == "cpu":
+        return ["speeds of a CPU core are a guess; podium plan --calibrate measures this machine's."]
+    return [
+        "speeds of the device are its datasheet's, with the shares that were reached on one H200. On a machine that "
+        "has it, podium plan --calibrate measures them."
+    ]
 
 
 def _memory_values(memory: MemoryPlan) -> list[dict[str, Any]]:
@@ -332,7 +364,7 @@ def device_numbers(text: str) -> tuple[int, ...]:
         if "-" in text:
             low, high = (int(part) for part in text.split("-"))
             powers = [2**power for power in range(11) if low < 2**power < high]
-            found = (low, *powers, high) if low < high else (low,)
+            found = (low, *powers, high) if low < high else (low,) if low == high else ()
         else:
             found = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -344,7 +376,13 @@ def device_numbers(text: str) -> tuple[int, ...]:
     return found
 
 
+def _devices(number: int) -> str:
+    return f"{number} device" if number == 1 else f"{number} devices"
+
+
 def _number(value: float) -> str:
+    if 0 < value < 1e-3:
+        return f"{value:.1g}" if value >= 5e-5 else "0"
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 

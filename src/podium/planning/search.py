@@ -142,12 +142,12 @@ def _with_graders(one: Configuration, quick_s: Callable[[Configuration], float])
 
 
 def why(winner: Prediction, other: Prediction) -> str:
-    """Why one configuration is faster than another, by what their devices wait for."""
+    """The faster configuration, and why it is faster than another, by what their devices wait for."""
     if winner.configuration == other.configuration:
-        return f"Nothing that was looked at is faster: {idle_text(winner)}."
+        return f"{winner.configuration.name}. Nothing that was looked at is faster: {idle_text(winner)}."
     ratio = other.step_s / winner.step_s
     text = (
-        f"{winner.configuration.name} is {ratio:.2f} times as fast as {other.configuration.name}, where "
+        f"{winner.configuration.name}, {ratio:.2f} times as fast as {other.configuration.name}, where "
         f"{idle_text(other)}; here {idle_text(winner)}."
     )
     if winner.configuration.staleness > other.configuration.staleness:

@@ -36,7 +36,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_an_impossible_run_is_refused_for_a_named_device(recipe: Path) -> None:
-    with pytest.raises(RecipeError, match=r"cannot fit a H100 SXM of 79\.1 GiB.*optimizer moments 525\.7 GiB"):
+    with pytest.raises(RecipeError, match=r"cannot fit one H100 SXM of 79\.1 GiB.*optimizer moments 525\.7 GiB"):
         api.check(recipe, device="H100")
 
 

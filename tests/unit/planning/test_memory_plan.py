@@ -186,7 +186,7 @@ def test_what_cannot_fit_is_refused_with_its_largest_terms(tmp_path: Path) -> No
     problem = refusal(plan, recipe)
 
     assert problem is not None
-    assert "cannot fit a H100 SXM of 79.1 GiB" in str(problem)
+    assert "cannot fit one H100 SXM of 79.1 GiB" in str(problem)
     assert "optimizer moments 525.7 GiB" in str(problem)  # 70.55e9 parameters x 8 bytes
     assert "train an adapter (model.lora)" in str(problem)
     assert "--device" in str(problem)

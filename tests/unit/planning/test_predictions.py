@@ -136,7 +136,7 @@ def test_the_reason_names_what_devices_wait_for_and_the_age_of_tokens() -> None:
     costs = replace(PLAIN, grading_s=LogNormal(median=30.0))
     slow, fast = predict(costs, WORKLOAD, SPLIT), predict(costs, WORKLOAD, replace(SPLIT, staleness=1))
     text = why(fast, slow)
-    assert "split 1:1, staleness 1 is 2.00 times as fast" in text
+    assert "split 1:1, staleness 1, 2.00 times as fast" in text
     assert "wait for grading" in text
     assert "off-policy" in text
     assert "Nothing that was looked at is faster" in why(slow, slow)
