@@ -27,6 +27,7 @@ from podium.commands.trace import trace
 from podium.commands.try_recipe import try_recipe
 from podium.commands.ui import ui
 from podium.errors import PodiumError, RecipeError, RunStoppedError
+from podium.observe.console import WIDTH, wrapped
 from podium.python_hints import PythonNote
 from podium.recipe.pipeline_loading import recipe_schema
 from podium.runs.supervised import is_restarting, note_end
@@ -259,7 +260,8 @@ def _report(result: object) -> None:
     for line in result.lines():
         typer.echo(line)
     for line in _suggestions(result.folder):
-        typer.echo(f"  {line}")
+        for part in wrapped(f"  {line}", WIDTH, indent="    "):
+            typer.echo(part)
 
 
 def _suggestions(run: Path) -> list[str]:

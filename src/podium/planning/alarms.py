@@ -13,8 +13,8 @@ from podium.weights.canary import GapLimits
 
 # Steps at the beginning and at the end that are compared, as a part of all, and at most.
 _PART, _MOST = 4, 10
-# Steps at the end in which learning is watched.
-_WATCHED = 12
+# Steps at the end in which learning is watched, and those in which a sign must still hold: a later good step ends it.
+_WATCHED, _LASTING = 12, 3
 _JUMP = 10.0  # of the gradient's norm
 _ENTROPY_PART, _ENTROPY = 0.2, 0.3  # of the first entropy, and nats
 _LENGTHS, _TRUNCATED = 2.5, 0.5  # times the first length; share of episodes
@@ -39,8 +39,14 @@ def _alarms(recipe: Recipe, steps: Sequence[tuple[int, Metrics]]) -> Iterator[st
     yield from _entropy(first, last)
     yield from _lengths(first, last)
     yield from _reward(first, last)
+    if next(_warnings(recipe, steps[-_WATCHED:]), None) is not None:
+        yield from _warnings(recipe, steps[-_LASTING:])  # what has passed is no alarm
+
+
+def _warnings(recipe: Recipe, steps: Sequence[tuple[int, Metrics]]) -> Iterator[str]:
+    """What the console would say of these steps."""
     watch = LearningWatch.of(recipe)
-    for step, values in steps[-_WATCHED:]:  # what has passed is no alarm
+    for step, values in steps:
         found = watch.check(step, values)
         if found is not None:
             yield found

@@ -132,6 +132,7 @@ def test_equal_rewards_are_an_alarm_only_while_they_last(tmp_path: Path) -> None
     assert "every episode has the same total reward" in str(alarm_of(recipe, found))
     later = [(step + 8, values) for step, values in steps()] + [(step + 16, values) for step, values in steps()]
     assert alarm_of(recipe, [*found, *later]) is None
+    assert alarm_of(recipe, [*found, (9, steps()[0][1])]) is None  # one good step ends it
 
 
 def steps(**last: float) -> list[tuple[int, dict[str, float]]]:
