@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -55,12 +56,16 @@ def write_report(run: Path, file: Path) -> ReportSummary:
     if len(answers) == 1:
         raise RunFolderError(f"{run} cannot be read: {'; '.join(left_out) or 'it has nothing'}")
     page = single_page(assets(), json_text(answers), left_out or ["nothing"])
+    temporary = file.with_name(file.name + ".tmp")
     try:
-        temporary = file.with_name(file.name + ".tmp")
         temporary.write_text(page, encoding="utf-8")
         os.replace(temporary, file)
     except OSError as error:
-        raise RunFolderError(f"{file} cannot be written: {error.strerror or error}.") from error
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise RunFolderError(
+            f"{file} cannot be written: {error.strerror or error}. Name a file in a folder that exists with --out."
+        ) from error
     return ReportSummary(file=file, num_bytes=len(page.encode()), left_out=tuple(left_out))
 
 

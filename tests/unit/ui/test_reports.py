@@ -181,3 +181,7 @@ def test_a_place_that_cannot_be_written(runs: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(report, "assets", lambda: FILES)
     with pytest.raises(RunFolderError, match=r"report.html cannot be written"):
         write_report(runs / "one", tmp_path / "none" / "report.html")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(RunFolderError, match=r"folder cannot be written: .*--out"):
+        write_report(runs / "one", tmp_path / "folder")
+    assert not (tmp_path / "folder.tmp").exists()
