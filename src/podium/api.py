@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from podium.checks import check_recipe, deep_report, memory_report
+from podium.checks import check_recipe, deep_report, memory_report, not_looked_at
 from podium.drafting.draft import DraftRequest, draft_recipe
 from podium.errors import RecipeError, RunFolderError
 from podium.evaluating import EvaluationResult, evaluate_model, evaluate_run
@@ -96,7 +96,8 @@ def _checked(
     loaded: Recipe | PipelineRecipe, *, deep: bool, all_rows: bool, stream: TextIO | None, device: str | None = None
 ) -> list[str]:
     if isinstance(loaded, PipelineRecipe):
-        return check_pipeline(loaded, deep=deep or all_rows, all_rows=all_rows, progress=stream)
+        lines = check_pipeline(loaded, deep=deep or all_rows, all_rows=all_rows, progress=stream)
+        return lines if device is None else [*lines, not_looked_at(device)]
     check_recipe(loaded)
     lines = [f"program {loaded.program}: {loaded.execution} execution, {loaded.length}"]
     if is_hub_id(loaded.model.path):

@@ -147,6 +147,14 @@ def memory_report(recipe: Recipe, device: str | None = None) -> list[str]:
     return [] if found is None else memory_lines(recipe, found)
 
 
+def not_looked_at(device: str) -> str:
+    """What is said of the memory of a pipeline, for which somebody has named a device."""
+    from podium.planning.devices import device_named
+
+    name = device_named(device).name
+    return f"memory: stages of a pipeline are not compared with {name}. Check one stage as a recipe."
+
+
 def _check_kind(recipe: CustomSpmdRecipe | CustomOnPolicyRecipe) -> None:
     """That a custom program's function fits its signal; one that cannot be found is another look's."""
     with suppress(RecipeError):

@@ -63,6 +63,16 @@ def test_a_gpu_that_is_not_here_is_not_judged(recipe: Path, monkeypatch: pytest.
     assert not any(line.startswith("memory") for line in lines)
 
 
+def test_a_device_for_a_pipeline_is_not_ignored(recipe: Path) -> None:
+    stage = json.loads(recipe.read_text())
+    file = recipe.parent / "pipeline.yaml"
+    file.write_text(json.dumps({"program": "pipeline", "stages": {"sft": stage}, "run": {"name": "all"}}))
+
+    assert "stages of a pipeline are not compared with H100 SXM" in api.check(file, device="H100")[-1]
+    with pytest.raises(RecipeError, match="'H300' is not in the device table"):
+        api.check(file, device="H300")
+
+
 @pytest.mark.slow
 def test_the_refusal_imports_no_torch(recipe: Path) -> None:
     code = (
