@@ -13,6 +13,8 @@ from podium.weights.canary import GapLimits
 
 # Steps at the beginning and at the end that are compared, as a part of all, and at most.
 _PART, _MOST = 4, 10
+# Held-out prompts of an evaluation where the recipe does not say how many: there may be few rows.
+_PROMPTS = 64
 # Steps at the end in which learning is watched, and those in which a sign must still hold: a later good step ends it.
 _WATCHED, _LASTING = 12, 3
 _JUMP = 10.0  # of the gradient's norm
@@ -20,22 +22,31 @@ _ENTROPY_PART, _ENTROPY = 0.2, 0.3  # of the first entropy, and nats
 _LENGTHS, _TRUNCATED = 2.5, 0.5  # times the first length; share of episodes
 _KL_TIMES, _KL = 5.0, 0.05
 _SOLVED = 0.1  # share of solved episodes that is lost while the reward rises
+_HELDOUT, _ERRORS = 0.05, 3.0  # share of solved held-out answers that is lost, and standard errors of the difference
+_STALE_KL, _STALE_ESS = 0.05, 0.7  # of the weights that sampled
 
 Metrics = Mapping[str, float]
 
 
-def alarm_of(recipe: Recipe, steps: Sequence[tuple[int, Metrics]]) -> str | None:
-    """The most important sign in the metrics of all steps, with their numbers; None if there is none."""
+def alarm_of(
+    recipe: Recipe, steps: Sequence[tuple[int, Metrics]], heldout: Sequence[tuple[int, Metrics]] = ()
+) -> str | None:
+    """The most important sign in the metrics of all steps and evaluations, with its numbers; None if there is none."""
+    return next(alarms_of(recipe, steps, heldout), None)
+
+
+def alarms_of(
+    recipe: Recipe, steps: Sequence[tuple[int, Metrics]], heldout: Sequence[tuple[int, Metrics]] = ()
+) -> Iterator[str]:
+    """All signs, the most important first."""
     if not steps:
-        return None
-    return next(_alarms(recipe, steps), None)
-
-
-def _alarms(recipe: Recipe, steps: Sequence[tuple[int, Metrics]]) -> Iterator[str]:
+        return
     count = max(1, min(_MOST, len(steps) // _PART))
     first, last = [values for _, values in steps[:count]], [values for _, values in steps[-count:]]
     yield from _divergence(first, last)
     yield from _gap(recipe, last)
+    yield from _stale(last)
+    yield from _heldout(recipe, first, last, heldout)
     yield from _entropy(first, last)
     yield from _lengths(first, last)
     yield from _reward(first, last)
@@ -69,6 +80,39 @@ def _gap(recipe: Recipe, last: Sequence[Metrics]) -> Iterator[str]:
     limit = GapLimits.of("float32" if recipe.model.dtype == "float32" else "bfloat16").mean
     if gap > limit:
         yield f"learner and engine differ in their log-probs by {gap:.2g} on average (gap/mean), above {limit:g}"
+
+
+def _heldout(
+    recipe: Recipe, first: Sequence[Metrics], last: Sequence[Metrics], evaluations: Sequence[tuple[int, Metrics]]
+) -> Iterator[str]:
+    """Fewer held-out answers are right than once, by more than chance."""
+    found = [(step, values["heldout/solved"]) for step, values in evaluations if "heldout/solved" in values]
+    if len(found) < 2:
+        return
+    (step, now), (best_step, best) = found[-1], max(found, key=lambda each: each[1])
+    generation = recipe.evaluation.generation if isinstance(recipe, OnPolicyRecipe) else None
+    count = (generation.prompts if generation is not None else None) or _PROMPTS
+    error = math.sqrt((best * (1 - best) + now * (1 - now)) / count)
+    if not best - now > max(_HELDOUT, _ERRORS * error):  # also where one is not finite
+        return
+    fall = f"{best:.0%} of the held-out answers were solved at step {best_step}, and {now:.0%} are at step {step}"
+    reward_before, reward = _median(first, "reward/mean"), _median(last, "reward/mean")
+    if reward_before is not None and reward is not None and reward > reward_before:
+        fall += (
+            f", while the reward rose from {reward_before:.3g} to {reward:.3g}: the reward may pay for something else"
+        )
+    yield fall
+
+
+def _stale(last: Sequence[Metrics]) -> Iterator[str]:
+    kl, ess, age = (_median(last, f"staleness/{name}") for name in ("kl", "ess", "mean"))
+    if age and ((kl is not None and kl > _STALE_KL) or (ess is not None and ess < _STALE_ESS)):
+        signs = [f"staleness/kl {kl:.2g}"] if kl is not None else []
+        signs += [f"staleness/ess {ess:.2f}"] if ess is not None else []
+        yield (
+            f"the weights move far while answers wait: trained answers are {age:.1f} versions old on average "
+            f"({', '.join(signs)})"
+        )
 
 
 def _entropy(first: Sequence[Metrics], last: Sequence[Metrics]) -> Iterator[str]:

@@ -122,6 +122,12 @@ def step_lines(folder: RunFolder) -> list[tuple[int, Mapping[str, float]]]:
     return [(line.step, line.values) for line in lines if "step_s" in line.values]
 
 
+def heldout_lines(folder: RunFolder) -> list[tuple[int, Mapping[str, float]]]:
+    """Step and metrics of all evaluations."""
+    lines = read_metrics(folder.metrics_file) if folder.metrics_file.is_file() else []
+    return [(line.step, line.values) for line in lines if any(name.startswith("heldout/") for name in line.values)]
+
+
 def configuration_of(recipe: OnPolicyRecipe) -> Configuration:
     """What a plan may change, as the recipe has it."""
     placement = recipe.placement

@@ -12,10 +12,12 @@ from pathlib import Path
 from podium.planning.alarms import alarm_of
 from podium.planning.prediction import Configuration, Prediction, Workload, predict
 from podium.planning.run_costs import RunCosts, estimate_costs, num_repeated
-from podium.planning.run_records import opened, program_of, read_records, step_lines
+from podium.planning.run_records import heldout_lines, opened, program_of, read_records, step_lines
 from podium.planning.search import WAITS
 from podium.recipe import OnPolicyRecipe
 
+ALARM, SUGGESTION = "look at this first: ", "suggestion: "
+"""How the lines begin."""
 # A smaller gain is within what the simulation does not know.
 _LEAST_GAIN = 0.05
 # Seconds for all of it, and the largest batch that can be simulated in them: it is said at the end of a run.
@@ -59,13 +61,13 @@ def _lines(run: Path) -> list[str]:
     recipe = program_of(folder)
     if not isinstance(recipe, OnPolicyRecipe):
         return []
-    alarm = alarm_of(recipe, step_lines(folder))
+    alarm = alarm_of(recipe, step_lines(folder), heldout_lines(folder))
     if alarm is not None:
-        return [f"look at this first: {alarm}"]
+        return [f"{ALARM}{alarm}"]
     if recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt > _MOST_EPISODES:
         return [f"what would be faster: podium plan --from {run}"]
     found = suggest(estimate_costs(read_records(run)))
-    return [] if found is None else [f"suggestion: {found.text}"]
+    return [] if found is None else [f"{SUGGESTION}{found.text}"]
 
 
 def suggest(
