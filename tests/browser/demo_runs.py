@@ -127,12 +127,14 @@ def write_timeline(run: Path, *, steps: int) -> None:
         for rank in range(2):
             add(f"train[{rank}]@node-a/gpu{rank}#0", ("policy.update", at + 2.6, 1.2), ("policy.share", at + 3.8, 0.2))
             incarnation = int(rank == 1 and step >= 30)
-            length = 1.5 if rank == 0 else 2.3
+            length = 1.2 if rank == 0 else 2.3
             add(
                 f"rollout[{rank}]@node-b/gpu{rank}#{incarnation}",
                 ("generator.stream", at, length),
                 ("generator.install", at + 3.85, 0.1),
             )
+            steps = {"steps": 40, "lanes": 8.0, "generated_tokens": 320, "prefilled_tokens": 64, "prefill_s": 0.1}
+            lines[-1]["spans"].append(["generator.stream > steps", at, length, steps])
         add("graders[0]@node-a/cpu#0", ("grader.grade", at + 1.0, 1.5))
     (run / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 

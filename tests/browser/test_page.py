@@ -187,6 +187,19 @@ def test_the_timeline_names_phases_idle_causes_and_deaths(open_page: OpenPage, a
     expect(key).to_have_attribute("aria-pressed", "false")
 
 
+def test_the_overview_says_what_stands_out(open_page: OpenPage, address: str) -> None:
+    """The demo's second generator takes twice as long for the same tokens."""
+    page = open_page(f"{address}#/run/agent")
+    found = page.locator(".findings li.alarm", has_text="rollout[1] is slow")
+    expect(found).to_contain_text("139 tokens/s while it has work, and the other generator 267", timeout=60_000)
+    expect(page.locator('.small-charts [data-chart="reward/mean"] .legend')).to_contain_text("reward/mean 0.")
+    expect(page.locator('.small-charts [data-chart="staleness/mean"]')).to_be_visible()
+    found.get_by_role("link", name="Timeline").click()
+    generators = page.locator(".account", has=page.get_by_role("heading", name="rollout"))
+    expect(generators).to_contain_text("Unequal: rollout[1] is idle")
+    expect(page.locator(".findings")).to_contain_text("rollout[1] is slow")
+
+
 def test_a_token_shows_its_version(open_page: OpenPage, address: str) -> None:
     page = open_page(f"{address}#/run/agent/rollouts/6/33?color=version")
     tokens = page.locator(".episode").first.locator(".token")

@@ -15,7 +15,7 @@ import podium
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
     "errors", "disk", "importing", "progress", "recipe", "observe", "algorithms", "data", "environments", "models",
-    "engine", "weights", "rollout", "runs", "ui", "cluster", "roles", "controller", "spmd", "programs", "planning",
+    "engine", "weights", "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "planning", "ui",
     "checks",
     "pipeline_checks", "python_hints", "python_objects", "recipe_arguments", "generating", "execution", "evaluating",
     "replaying", "drafting", "trying", "api", "commands", "cli", "supervising",

@@ -25,6 +25,8 @@ _MOST_VALUES, _MOST_POINTS, _TIMELINE_POINTS = 40_000, 500, 1000
 _MOST_STEPS, _MOST_CHARACTERS = 12, 6_000_000
 _MOST_HELDOUT = 2_000_000
 _DIGITS = 6
+# Looking for what stands out.
+_FINDINGS_S = 60.0
 Json = dict[str, Any]
 
 
@@ -92,6 +94,7 @@ def _answers(site: Site, entry: RunEntry, left_out: list[str]) -> Iterator[tuple
     whole = {"is_whole": True}
     yield f"{base}/timeline", site.answer(f"{base}/timeline", Query({"points": str(_TIMELINE_POINTS)})) | whole
     yield f"{base}/accounting", site.answer(f"{base}/accounting", Query()) | whole
+    yield f"{base}/findings", site.data(entry.id).findings.view(wait_s=_FINDINGS_S) | {"pending": False}
     yield f"{base}/heldout", _heldout(site, base, entry, left_out)
     yield f"{base}/examples", site.answer(f"{base}/examples", Query())
     yield from _rollouts(site, base, entry, left_out)

@@ -26,6 +26,7 @@ from podium.ui.apart import Apart
 from podium.ui.catalogue import RunCatalogue, RunEntry
 from podium.ui.metric_columns import MetricColumns
 from podium.ui.rollout_pages import RunRollouts
+from podium.ui.run_findings import RunFindings
 from podium.ui.summaries import RunSummaries, run_facts
 from podium.ui.timelines import RunTimeline
 
@@ -48,8 +49,9 @@ Json = dict[str, Any]
 class RunData:
     """What was read of one run, for later requests."""
 
-    def __init__(self, path: Path, cache: Path | None, apart: Apart) -> None:
+    def __init__(self, path: Path, cache: Path | None, apart: Apart, looking: concurrent.futures.Executor) -> None:
         self.path = path
+        self.findings = RunFindings(path, apart, looking)
         self.metrics = MetricColumns(path / METRICS_FILE)
         self.timeline = RunTimeline(path, apart)
         self.rollouts = RunRollouts(path, cache, apart)
@@ -78,12 +80,14 @@ class Site:
         self._lock = threading.Lock()
         self._apart = Apart()
         self._lines = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="podium-ui-lines")
+        self._looking = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="podium-ui-findings")
         self._waiting: dict[tuple[Path, float], concurrent.futures.Future[list[str]]] = {}
 
     def close(self) -> None:
         """Ends all threads and processes."""
         self._apart.close()
-        self._lines.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._lines, self._looking):
+            executor.shutdown(wait=False, cancel_futures=True)
         for data in list(self._data.values()):
             data.rollouts.close()
 
@@ -115,7 +119,7 @@ class Site:
         """The data of a run that can be read."""
         path = self.catalogue.readable(run_id).path
         with self._lock:
-            return self._data.setdefault(path, RunData(path, self._cache, self._apart))
+            return self._data.setdefault(path, RunData(path, self._cache, self._apart, self._looking))
 
     def _facts(self, entry: RunEntry) -> Json:
         names: list[str] = []
@@ -175,6 +179,9 @@ class Site:
     def _accounting(self, run_id: str, query: Query) -> Json:
         return self.data(run_id).timeline.accounting()
 
+    def _findings(self, run_id: str, query: Query) -> Json:
+        return self.data(run_id).findings.view()
+
     def _rollouts(self, run_id: str, query: Query) -> Json:
         return self.data(run_id).rollouts.page(query)
 
@@ -200,6 +207,7 @@ _OF_RUN: dict[str, Callable[[Site, str, Query], Json]] = {
     "metrics": Site._metrics,
     "timeline": Site._timeline,
     "accounting": Site._accounting,
+    "findings": Site._findings,
     "rollouts": Site._rollouts,
     "heldout": Site._heldout,
     "examples": Site._examples,

@@ -433,3 +433,29 @@ def test_stages_of_a_pipeline_have_it_as_parent(tmp_path: Path, serve: Serve) ->
     assert (rows["pipe"]["step"], rows["pipe"]["steps"]) == (1, 2)
     assert rows["pipe:first"]["parent"] == "pipe"
     assert "pipe:second" not in rows
+
+
+# --- findings ---
+
+
+def _findings(browser: Any, run_id: str) -> list[dict[str, str]]:
+    """Asks as the page does: no answer waits for the process that looks."""
+    end_s = time.monotonic() + 60
+    while True:
+        begin_s = time.monotonic()
+        found = browser.get(f"/api/runs/{run_id}/findings")
+        assert time.monotonic() - begin_s < 5
+        if not found["pending"]:
+            return list(found["findings"])
+        assert time.monotonic() < end_s, "nothing was found in a minute"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_what_stands_out_is_found_by_a_process_of_its_own(browser: Any) -> None:
+    found = _findings(browser, "one")
+
+    # Of the 20 s after start-up the learner updates for 5, and waits for 12 of generation.
+    (wait,) = [each for each in found if each["text"].startswith("learners wait for the other role")]
+    assert (wait["kind"], wait["about"]) == ("note", "time")
+    assert "60% of the time after start-up" in wait["text"]

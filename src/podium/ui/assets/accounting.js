@@ -4,14 +4,19 @@
 import { fetchJson, runPath } from "./api.js";
 import { causeColor } from "./colors.js";
 import { choice, el, fill, tableOf } from "./dom.js";
+import { showFindings } from "./findings.js";
 import { duration, percent } from "./formats.js";
 import { loadInto, stateBox } from "./states.js";
 
 const SHOWN_CAUSES = 14;
+// Workers of one kind whose idle shares differ by this much are unequal.
+const UNEQUAL_SHARE = 0.15;
 const READ_AGAIN_MS = 4000;
 
 /** Shows the accounting of a run. */
-export function showAccounting(container, { run, signal }) {
+export function showAccounting(container, context) {
+  const { run, signal } = context;
+  const findings = el("div", {});
   const reload = loadInto(
     container,
     () => fetchJson(runPath(run.id, "/accounting"), { signal }),
@@ -44,7 +49,7 @@ export function showAccounting(container, { run, signal }) {
           ),
         ),
         partNote(data, () => reload(true), signal),
-        data.suggestion ? el("p", { class: "suggestion" }, data.suggestion) : null,
+        findings,
         list,
       );
       draw("kind");
@@ -52,6 +57,7 @@ export function showAccounting(container, { run, signal }) {
     signal,
     "accounting",
   );
+  showFindings(findings, context, "time");
 }
 
 /** Says that the server has read only the newest part of a long timeline so far, and looks again. */
@@ -65,8 +71,9 @@ export function partNote(data, again, signal) {
 function kindsOf(workers) {
   const kinds = new Map();
   for (const worker of workers) {
-    const kind = kinds.get(worker.kind) ?? { name: worker.kind, count: 0, total_s: 0, seconds: {} };
+    const kind = kinds.get(worker.kind) ?? { name: worker.kind, count: 0, total_s: 0, seconds: {}, members: [] };
     kind.count += 1;
+    kind.members.push(worker);
     kind.total_s += worker.total_s;
     for (const [cause, spent] of Object.entries(worker.seconds))
       kind.seconds[cause] = (kind.seconds[cause] ?? 0) + spent;
@@ -80,7 +87,26 @@ export function isIdleCause(cause) {
   return /^(idle|waiting|residency|unknown)/.test(cause); // as podium.observe.causes
 }
 
-function account({ name, count, total_s: total, seconds }) {
+function idleShare({ seconds, total_s: total }) {
+  const idle = Object.entries(seconds).reduce((sum, [cause, spent]) => sum + (isIdleCause(cause) ? spent : 0), 0);
+  return total > 0 ? idle / total : 0;
+}
+
+/** Says which workers of a kind are idle least and most, where they differ: the others wait for the busiest. */
+function spreadOf(members = []) {
+  const shares = members
+    .map((worker) => [worker.name.split("@")[0], idleShare(worker)])
+    .sort((a, b) => a[1] - b[1]);
+  if (shares.length < 2 || shares.at(-1)[1] - shares[0][1] < UNEQUAL_SHARE) return null;
+  const [busiest, laziest] = [shares[0], shares.at(-1)];
+  return el(
+    "p",
+    { class: "small" },
+    `Unequal: ${busiest[0]} is idle ${percent(busiest[1])} of its time, ${laziest[0]} ${percent(laziest[1])}.`,
+  );
+}
+
+function account({ name, count, total_s: total, seconds, members }) {
   const causes = Object.entries(seconds)
     .filter(([, spent]) => spent > 0)
     .sort((a, b) => b[1] - a[1]);
@@ -123,6 +149,7 @@ function account({ name, count, total_s: total, seconds }) {
         }),
       ),
     ),
+    spreadOf(members),
     tableOf(["cause", { cell: "time", class: "num" }, { cell: "share", class: "num" }], rows, {
       label: `Time of ${name}`,
       class: "tight",

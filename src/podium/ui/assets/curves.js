@@ -6,7 +6,7 @@ import { lineChart } from "./chart.js";
 import { lineColor } from "./colors.js";
 import { choice, debounced, el, fill } from "./dom.js";
 import { isReport } from "./embedded.js";
-import { metricGroups } from "./metric_groups.js";
+import { keyMetrics, metricGroups } from "./metric_groups.js";
 import { addressOf, remember } from "./router.js";
 import { stateBox } from "./states.js";
 
@@ -133,6 +133,23 @@ export function showCurves(body, { runs, route, signal, onMetrics }) {
     names.push(...fresh);
     if (fresh.length) build();
     else soon();
+  });
+}
+
+/** The few curves that say most about a run, in `grid`. */
+export function showKeyCurves(grid, { run, signal, onMetrics }) {
+  const store = new MetricStore([run], signal);
+  const settings = { axis: "step", smoothing: 0 };
+  const names = keyMetrics(run.metric_names ?? []);
+  const charts = names.map((name) =>
+    chartOf(grid, { title: name, metrics: [{ name, label: name }] }, settings, store),
+  );
+  signal.addEventListener("abort", () => charts.forEach((chart) => chart.close()));
+  const soon = debounced(() => charts.forEach((chart) => chart.draw()), REDRAW_MS);
+  onMetrics?.((event) => {
+    if (event === null) store.whole.clear();
+    else store.add(event);
+    soon();
   });
 }
 

@@ -66,6 +66,16 @@ const FIRST = [
   "mfu",
 ];
 
+const KEY_CURVES = ["reward/mean", "heldout/score", "heldout/loss", "loss", "response/mean", "staleness/mean", "entropy"];
+const MOST_KEY_CURVES = 6;
+
+/** The metrics of the overview, of those that a run has. */
+export function keyMetrics(names) {
+  const learnsFromRewards = names.includes("reward/mean");
+  const wanted = KEY_CURVES.filter((name) => !(learnsFromRewards && name === "loss"));
+  return [...wanted, "step_s"].filter((name) => names.includes(name)).slice(0, MOST_KEY_CURVES);
+}
+
 /** [{title, open, charts: [{title, metrics: [{name, label}]}]}]. With `single` each metric has a chart of its own. */
 export function metricGroups(names, single = false) {
   const groups = [

@@ -2,10 +2,11 @@
 // One run: its head, its tabs, and the overview.
 
 import { fetchJson, listen, runPath } from "./api.js";
-import { showCurves } from "./curves.js";
+import { showCurves, showKeyCurves } from "./curves.js";
 import { el, fill, tableOf } from "./dom.js";
 import { isReport } from "./embedded.js";
 import { showExamples } from "./examples.js";
+import { showFindings } from "./findings.js";
 import { bytes, moment, plain } from "./formats.js";
 import { showHeldout } from "./heldout.js";
 import { showRollouts } from "./rollouts.js";
@@ -140,7 +141,7 @@ function alarmsOf(run) {
           "p",
           {},
           alarm.step === null || alarm.step === undefined ? null : el("strong", {}, `step ${alarm.step}: `),
-          alarm.text,
+          briefly(alarm.text),
         ),
       ),
     run.alarms.length > 3
@@ -149,19 +150,39 @@ function alarmsOf(run) {
   );
 }
 
+/** The first sentence of a warning, without the step that stands before it. The overview has the whole. */
+function briefly(text) {
+  const whole = text.replace(/^(at )?steps? \d+: /, "");
+  const end = whole.indexOf(". ");
+  return end > 0 && end < whole.length - 2 ? `${whole.slice(0, end)} …` : whole;
+}
+
 function showRunCurves(body, context) {
   showCurves(body, { runs: [context.run], ...context });
 }
 
-function showOverview(body, { run, signal }) {
+function showOverview(body, context) {
+  const { run, signal } = context;
+  const findings = el("div", {}),
+    curves = el("div", { class: "charts small-charts" }),
+    facts = el("div", {});
+  fill(body, run.stages ? null : [card("What stands out", findings), curves], facts);
+  if (!run.stages) {
+    showFindings(findings, context);
+    showKeyCurves(curves, context);
+  }
+  drawFacts(facts, run);
   if (run.texts_pending)
     fetchJson(runPath(run.id, "/texts"), { signal }).then(
       ({ texts }) => {
         Object.assign(run, { texts, texts_pending: false });
-        showOverview(body, { run, signal });
+        drawFacts(facts, run);
       },
       () => {},
     );
+}
+
+function drawFacts(body, run) {
   const lineage = run.lineage ?? [],
     events = run.events ?? [],
     checkpoints = run.checkpoints ?? [];

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands out in a run, for the page. A process of its own looks for it: no request waits for that."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from podium.observe.metrics import METRICS_FILE
+from podium.ui.apart import Apart
+
+_MOST_READ_S = 60.0
+# A run that goes on is looked at again after so many seconds, and after so many times what the last look took.
+_AGAIN_S, _AGAIN_TIMES = 10.0, 10.0
+Json = dict[str, Any]
+
+
+class RunFindings:
+    """The findings of one run, of the last time that somebody asked."""
+
+    def __init__(self, run: Path, apart: Apart, executor: concurrent.futures.Executor) -> None:
+        self._run, self._apart, self._executor = run, apart, executor
+        self._lock = threading.Lock()
+        self._found: list[Json] | None = None
+        self._is_pending = True
+        self._stamp: object = None
+        self._next_s = 0.0
+        self._future: concurrent.futures.Future[None] | None = None
+
+    def view(self, wait_s: float = 0.0) -> Json:
+        """`findings` are null where the run cannot be read; `pending`: not all of the first look are there yet."""
+        with self._lock:
+            stamp = _stamp(self._run)
+            is_due = stamp != self._stamp and time.monotonic() >= self._next_s
+            if is_due and (self._future is None or self._future.done()):
+                self._future = self._executor.submit(self._read, stamp)
+            future = self._future
+        if future is not None and wait_s > 0:
+            concurrent.futures.wait([future], timeout=wait_s)
+        return {"findings": self._found, "pending": self._is_pending}
+
+    def _read(self, stamp: object) -> None:
+        begin_s = time.monotonic()
+        found = self._apart.call(read_findings, self._run, most_s=_MOST_READ_S)
+        if self._is_pending:
+            self._found = found
+        if found is not None:  # simulations may take longer: they come second
+            found = found + (self._apart.call(read_suggestions, self._run, most_s=_MOST_READ_S) or [])
+        end_s = time.monotonic()
+        with self._lock:
+            self._found, self._stamp, self._is_pending = found, stamp, False
+            self._next_s = end_s + max(_AGAIN_S, _AGAIN_TIMES * (end_s - begin_s))
+
+
+def read_findings(run: Path) -> list[Json]:
+    """Findings as JSON. For a process of its own: only that one needs the planner."""
+    from podium.planning.findings import findings_of
+
+    return [asdict(each) for each in findings_of(run)]
+
+
+def read_suggestions(run: Path) -> list[Json]:
+    """The same of suggestions."""
+    from podium.planning.findings import suggestions_of
+
+    return [asdict(each) for each in suggestions_of(run)]
+
+
+def _stamp(run: Path) -> tuple[tuple[str, int, int], ...]:
+    found = []
+    for path in (run / METRICS_FILE, *sorted(run.glob("timeline*.jsonl"))):
+        try:
+            stat = path.stat()
+        except OSError:
+            continue
+        found.append((path.name, stat.st_size, stat.st_ino))
+    return tuple(found)
