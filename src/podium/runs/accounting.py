@@ -132,13 +132,22 @@ class _Launch:
 
 def _launches(spans: Sequence[TimelineSpan]) -> Iterator[_Launch]:
     """A launch ends with its last span, or when the next one begins. What the file has lost is not accounted."""
-    begins = sorted({span.begin_s for span in spans if span.name == LAUNCH and span.worker in _FIRST})
+    begins = _begins([span for span in spans if span.name == LAUNCH])
     starts = begins if begins and begins[0] <= min(span.begin_s for span in spans) else [float("-inf"), *begins]
     for begin, end in zip(starts, [*starts[1:], float("inf")], strict=True):
         mine = [span for span in spans if begin <= span.begin_s < end]
         if mine:
             last = min(end, max(span.end_s for span in mine))
             yield _Launch(begin_s=min(span.begin_s for span in mine), end_s=last, spans=mine)
+
+
+def _begins(launches: Sequence[TimelineSpan]) -> list[float]:
+    """When each launch of the run began. Ranks of one launch start at nearly the same time, in any order."""
+    begins = {span.begin_s: span.begin_s for span in launches if span.worker in _FIRST}
+    for span in launches if begins else ():
+        nearest = min(begins, key=lambda begin_s: abs(begin_s - span.begin_s))
+        begins[nearest] = min(begins[nearest], span.begin_s)
+    return sorted(begins.values())
 
 
 def _segments_of(launch: _Launch) -> Iterator[CausedSegment]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from podium.observe.causes import CAUSES, Cause, is_idle
 from podium.observe.timeline import TimelineSpan
+from podium.observe.timing import LAUNCH
 from podium.runs.accounting import WorkerTime, caused_segments, idle_segments, segments, time_lines, worker_times
 
 TRAIN, ROLLOUT, OTHER = "train[0]@here/cpu#0", "rollout[0]@here/cpu#0", "rollout[1]@here/cpu#0"
@@ -270,3 +271,21 @@ def test_causes_add_up_to_the_time_of_a_worker(drawn: list[tuple[str, str, int, 
     for parts in caused_segments(launched).values():  # in order, without gaps and overlaps
         assert all(before.end_s == after.begin_s for before, after in pairwise(parts))
         assert all(part.begin_s < part.end_s for part in parts)
+
+
+def test_ranks_may_start_in_any_order() -> None:
+    """Rank 1 was a millisecond earlier, at both launches of the run."""
+    spans = []
+    for at in (100.0, 200.0):
+        for worker, early_s in (("rank 0", 0.0), ("rank 1", 0.001)):
+            begin_s = at - early_s
+            spans += [
+                TimelineSpan(worker, LAUNCH, begin_s, begin_s),
+                TimelineSpan(worker, "start-up", begin_s, at + 5.0),
+                TimelineSpan(worker, "compute", at + 5.0, at + 10.0),
+            ]
+
+    for each in worker_times(spans):
+        assert "unknown" not in each.seconds or each.seconds["unknown"] < 0.01
+        assert each.seconds["start-up"] == pytest.approx(10.0, abs=0.01)
+        assert each.total_s == pytest.approx(20.0, abs=0.01)
