@@ -42,15 +42,17 @@ test-slow:  ## the rest: several ranks, kills, restarts
 	$(MAKE) --no-print-directory -j 2 test-slow-parallel test-slow-serial
 
 # Kills, restarts and deadlines beside other work: what fails is tried once more, and fails if it fails again.
+# SLOW_SECONDS skips what has not begun by then: CI has a limit.
+SLOW_LIMIT = $(if $(SLOW_SECONDS),--begin-within-s $(SLOW_SECONDS))
 AGAIN := --last-failed --last-failed-no-failures none
 SLOW_PARALLEL := --timeout 600 --durations=30 -o cache_dir=.pytest_cache/slow-parallel -m "$(SLOW) and not serial"
 SLOW_SERIAL := --durations=30 -o cache_dir=.pytest_cache/slow-serial -m "$(SLOW) and serial"
 
 test-slow-parallel: $(INSTALLED)  ## beside the serial ones, with twice the usual time for a test
-	$(BIN)/python -m pytest -q $(SLOW_PARALLEL) || $(BIN)/python -m pytest -q $(SLOW_PARALLEL) $(AGAIN)
+	$(BIN)/python -m pytest -q $(SLOW_PARALLEL) $(SLOW_LIMIT) || $(BIN)/python -m pytest -q $(SLOW_PARALLEL) $(AGAIN)
 
 test-slow-serial: $(INSTALLED)  ## what needs Ray or a steady clock
-	$(BIN)/python -m pytest -q $(SLOW_SERIAL) || $(BIN)/python -m pytest -q $(SLOW_SERIAL) $(AGAIN)
+	$(BIN)/python -m pytest -q $(SLOW_SERIAL) $(SLOW_LIMIT) || $(BIN)/python -m pytest -q $(SLOW_SERIAL) $(AGAIN)
 
 test-soak: $(INSTALLED)  ## kills at more moments, longer sweeps of simulated schedules
 	$(BIN)/python -m pytest -q --timeout 600 -m "soak and not gpu"

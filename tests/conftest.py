@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,26 @@ _TESTS = Path(__file__).parent
 _LONGEST_FIRST = ("golden", "spmd", "e2e", "newcomer", "rollout", "unit/rollout", "unit/models", "unit/environments")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+_BEGAN_S = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """CI has a limit of time, and its machines differ by half."""
+    text = "skip what has not begun after so many seconds; files begin at another place for every commit"
+    parser.addoption("--begin-within-s", type=float, help=text)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test, before its fixtures, that comes too late."""
+    limit_s = item.config.getoption("--begin-within-s")
+    if limit_s is not None and time.monotonic() - _BEGAN_S > limit_s:
+        pytest.skip(f"the {limit_s:.0f} s of this run are over: `make test-slow` runs everything")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that start Ray are serial: it uses all processors. Those in soak.txt are for `make test-soak`. Files that
-    take long come first."""
+    take long come first, or, where time is limited, those of another place for every commit."""
     soaked = _soaked_tests()
     for item in items:
         if _starts_ray(item):
@@ -41,6 +60,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _is_soaked(item.nodeid.removeprefix("tests/"), soaked) and item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.soak)
     items.sort(key=lambda item: _rank(item.path))
+    if config.getoption("--begin-within-s") is not None and items:
+        files = list(dict.fromkeys(item.path for item in items))
+        first = _commit_number() % len(files)
+        place = {path: at for at, path in enumerate([*files[first:], *files[:first]])}
+        items.sort(key=lambda item: place[item.path])
+
+
+def _commit_number() -> int:
+    """A number that every commit has another one of; 0 without git."""
+    command = ["git", "-C", str(_TESTS), "rev-parse", "HEAD"]
+    try:
+        return int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout[:8], 16)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0
 
 
 def _soaked_tests() -> tuple[frozenset[str], tuple[str, ...]]:
