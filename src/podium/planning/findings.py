@@ -139,7 +139,9 @@ def wait_texts(times: Sequence[WorkerTime]) -> Iterator[str]:
     waits: dict[Cause, list[tuple[str, float]]] = {}
     for kind, name in _NAMES.items():
         seconds = by_kind.get(kind, {})
-        idle = {cause: spent for cause, spent in seconds.items() if is_idle(cause) and cause != "unknown"}
+        idle: dict[Cause, float] = {
+            cause: spent for cause, spent in seconds.items() if is_idle(cause) and cause != "unknown"
+        }
         if not idle:
             continue
         cause = max(idle, key=lambda each: idle[each])
