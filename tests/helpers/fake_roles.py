@@ -313,7 +313,7 @@ class FakeGrader:
     num_graders = 1
 
     async def facts(self) -> GraderFacts:
-        return GraderFacts(inputs=("sample",))
+        return GraderFacts(inputs=("sample",), overlaps=True)
 
     async def grade_on(self, rank: int, rollouts: Rollouts) -> Rewarded:
         return await self.grade(rollouts)

@@ -22,6 +22,7 @@ from podium.controller.scheduling import StepRequested, WeightsInstalled
 from podium.controller.state import RunState
 from podium.errors import WorkerDiedError
 from podium.recipe import OnPolicyRecipe
+from podium.roles.carriers import GraderFacts
 from podium.roles.episode_stream import Block, EpisodeStream, Left, Lost
 
 
@@ -71,6 +72,7 @@ class StepExecutor:
             Block | Lost | Left | GradedPart | GeneratorsReady | GeneratorLeaves | _Joined | Exception
         ] = asyncio.Queue()
         self._opened_with: tuple[WorkerId, ...] | None = None  # generators that the scheduler knows
+        self._grader_facts: GraderFacts | None = None
         self._members = Membership(parts, state, self._arrivals.put_nowait)
         self._joining: asyncio.Task[None] | None = None  # gives new generators weights
         self._retiring: dict[int, asyncio.Task[None]] = {}  # by rank: generators that give back what they run
@@ -79,7 +81,7 @@ class StepExecutor:
         """Generates and grades the episodes of the next step."""
         grading = GradingQueue(self._parts.roles.grader, self._arrivals.put_nowait)
         metrics: list[dict[str, float]] = []
-        await self._begin()
+        grading.open(await self._begin())
         try:
             while not self._flow.is_step_ready:
                 if not self._flow.has_admissions and not self._members.is_missing:
@@ -109,18 +111,21 @@ class StepExecutor:
         """Nothing runs between two steps but generators that start."""
         await self._members.close()
 
-    async def _begin(self) -> None:
+    async def _begin(self) -> GraderFacts:
         """Gives the workers the newest weights, and asks the scheduler for a step."""
         roles, version = self._parts.roles, self._state.version
         await self._members.settle()
         await self._devices.publish(version)
-        if self._opened_with != roles.generator.workers:
-            facts, lanes = await roles.grader.facts(), await roles.episode_workers.lanes()
+        facts = self._grader_facts
+        if facts is None or self._opened_with != roles.generator.workers:
+            facts = self._grader_facts = await roles.grader.facts()
+            lanes = await roles.episode_workers.lanes()
             self._flow.open(lanes, grades_single=facts.takes_single_episodes)
             self._opened_with = roles.generator.workers
         for publish in self._flow.take_publishes():
             self._flow.tell(WeightsInstalled(worker=publish.worker, version=publish.version))
         self._flow.tell(StepRequested())
+        return facts
 
     async def _generate(self, grading: GradingQueue) -> dict[str, float]:
         """Runs the admitted episodes, and those that are admitted meanwhile. Grades what ends. Returns the workers'

@@ -156,6 +156,7 @@ class OverlapExecutor:
         await self._devices.publish(self._state.version)
         facts, lanes = await roles.grader.facts(), await roles.episode_workers.lanes()
         self._flow.open(lanes, grades_single=facts.takes_single_episodes)
+        self._grading.open(facts)
         self._versions = dict.fromkeys(roles.generator.ranks, self._state.version)
         self._to_install.update(publish.worker for publish in self._flow.take_publishes())
         for worker in sorted(self._to_install):

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from podium.environments.grading import MOST_HANGING, CallId, Grade
 from podium.environments.output_cap import OutputCap
-from podium.environments.reward_service import Calls, GradeBatch, RewardService, RewardSpec, Settled
+from podium.environments.reward_service import Calls, GradeBatch, RewardFacts, RewardService, RewardSpec, Settled
 from podium.environments.rewards import RewardResult, Sample
-from podium.environments.signatures import Per
 from podium.environments.user_process import MemoryLimit, ProcessLostError, UserProcess
 
 
@@ -29,12 +28,12 @@ class HostedGrader:
         self._processes: list[_RewardProcess] = []
         self._shared = self._spawned()
         self._alone = asyncio.Lock()  # for the one process in which suspects are called alone
-        self.inputs: Mapping[str, tuple[Per, ...]] = {}
-        """The input of one call of each reward, by purpose; known once it is open."""
+        self.rewards: Mapping[str, tuple[RewardFacts, ...]] = {}
+        """How each reward is called, by purpose; known once it is open."""
 
     async def open(self) -> None:
         """Waits until the recipe's rewards are loaded. Raises their error if that fails."""
-        self.inputs = await self._shared.user.ready()
+        self.rewards = await self._shared.user.ready()
 
     async def grade(self, purpose: str, samples: Sequence[Sample]) -> list[Grade]:
         """One grade for each sample. Results from before a loss are kept, and the call that caused it fails. Other

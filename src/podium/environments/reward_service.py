@@ -59,6 +59,14 @@ class GradeBatch:
     careful: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardFacts:
+    """The input of one call, and whether calls wait together."""
+
+    per: Per
+    is_async: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Calls:
     """Number of calls of each reward; sent first."""
@@ -86,9 +94,12 @@ class RewardService:
             for purpose, rewards in self._rewards.items()
         }
 
-    def describe(self) -> dict[str, tuple[Per, ...]]:
-        """The input of one call of each reward, by purpose."""
-        return {purpose: tuple(reward.per for reward in rewards) for purpose, rewards in self._rewards.items()}
+    def describe(self) -> dict[str, tuple[RewardFacts, ...]]:
+        """How each reward is called, by purpose."""
+        return {
+            purpose: tuple(RewardFacts(per=reward.per, is_async=reward.is_async) for reward in rewards)
+            for purpose, rewards in self._rewards.items()
+        }
 
     async def answer(self, order: GradeBatch, tell: Callable[[Any], None]) -> tuple[list[Grade], int]:
         """Grades one batch, and reports results as they come. Returns the number of calls that outlived their deadline

@@ -200,6 +200,7 @@ class GraderFacts:
     """What the controller must know to cut episodes into batches for graders."""
 
     inputs: tuple[Per, ...]  # of one call of each reward function for training
+    overlaps: bool  # whether a function is asynchronous, so that a grader works on many episodes at a time
 
     @property
     def takes_single_episodes(self) -> bool:

@@ -118,7 +118,8 @@ class Grader:
 
     def facts(self) -> GraderFacts:
         """What a batch has to hold together, as far as the reward functions for training are concerned."""
-        return GraderFacts(inputs=self._thread.opened.result().inputs["train"])
+        rewards = self._thread.opened.result().rewards["train"]
+        return GraderFacts(inputs=tuple(each.per for each in rewards), overlaps=any(each.is_async for each in rewards))
 
     def grade(self, shard: GradeShard, purpose: Purpose) -> GradeNote:
         """Rewards of every row, and why some have none. Waits for user code, within the deadline of each call; calls of

@@ -50,7 +50,7 @@ def test_groups_that_a_reward_compares_are_graded_whole(
     seen: list[list[int]] = []
 
     async def facts(self: FakeGrader) -> GraderFacts:
-        return GraderFacts(inputs=inputs)
+        return GraderFacts(inputs=inputs, overlaps=True)
 
     async def grade_on(self: FakeGrader, rank: int, rollouts: Rollouts) -> Rewarded:
         seen.append(rollouts.group_N.tolist())

@@ -221,7 +221,7 @@ class SimulatedGrader(Grader):
 
     def facts(self) -> GraderFacts:
         """Episodes may be graded one by one."""
-        return GraderFacts(inputs=("sample",))
+        return GraderFacts(inputs=("sample",), overlaps=self._costs.model.graders is None)
 
     async def grade(self, shard: GradeShard, purpose: Purpose) -> GradeNote:  # type: ignore[override]
         """Waits for the slowest grading of the batch, or for all of them after those of earlier batches."""
