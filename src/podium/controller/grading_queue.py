@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grades episodes as they end, on whichever grader has the fewest batches."""
+"""Grades episodes as they end, those of the oldest group first, on whichever grader has the fewest."""
 
 # N episodes · R reward functions
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,7 +37,9 @@ class GradingQueue:
     def __init__(self, grader: GraderHandle, deliver: Callable[[GradedPart | Exception], None]) -> None:
         self._grader, self._deliver = grader, deliver
         self._overlaps = False
-        self._waiting: list[Rollouts] = []
+        # A heap by the first group: groups that are complete can be trained on, many that are begun cannot.
+        self._waiting: list[tuple[int, int, Rollouts]] = []
+        self._count = itertools.count()
         self._open = [0] * grader.num_graders  # batches of each grader
         self._num_open = [0] * grader.num_graders  # and their episodes
         self._done_s = [0.0] * grader.num_graders  # when its last batch ended
@@ -53,7 +57,7 @@ class GradingQueue:
 
     def submit(self, rollouts: Rollouts) -> None:
         """Grades these episodes soon. Episodes that a reward compares come together."""
-        self._waiting.append(rollouts)
+        heapq.heappush(self._waiting, (int(rollouts.group_N.min()), next(self._count), rollouts))
         self._send()
 
     async def close(self) -> None:
@@ -69,9 +73,7 @@ class GradingQueue:
         while self._waiting and min(self._open) < most:
             free = [rank for rank, count in enumerate(self._open) if count < most]
             rank = min(free, key=lambda each: self._num_open[each])
-            share = self._share()
-            parts, self._waiting = self._waiting[:share], self._waiting[share:]
-            rollouts = Rollouts.join(parts)
+            rollouts = Rollouts.join([heapq.heappop(self._waiting)[-1] for _ in range(self._share())])
             self._open[rank] += 1
             self._num_open[rank] += len(rollouts)
             task = asyncio.create_task(self._grade(rank, rollouts))
@@ -85,7 +87,7 @@ class GradingQueue:
             return even
         if self._single_s is None:
             return 1
-        return max(1, min(even, int(_BATCH_S / max(self._single_s * len(self._waiting[0]), 1e-6))))
+        return max(1, min(even, int(_BATCH_S / max(self._single_s * len(self._waiting[0][-1]), 1e-6))))
 
     async def _grade(self, rank: int, rollouts: Rollouts) -> None:
         result: GradedPart | Exception

@@ -152,3 +152,17 @@ def test_fast_blocking_rewards_are_graded_in_large_batches() -> None:
     graders, seconds = run_virtual(_graded(1000, lambda number: 0.0005))
     assert seconds == pytest.approx(1000 * 0.0005 / 4, rel=0.2)
     assert len(graders.batches) < 60  # of at most 0.05 s, so at least ten, and some to find out
+
+
+def test_the_oldest_group_is_graded_first() -> None:
+    async def main() -> None:
+        graders, queue, _ = _queue(1)
+        for number in (5, 6, 7, 8, 3, 9, 1, 2):
+            queue.submit(_group(number))
+        await _settled()
+        assert [groups for _, groups, _ in graders.open] == [[5], [6], [7], [8]]  # sent before the others came
+        graders.answer()
+        await _settled()
+        assert graders.open[-1][1] == [1, 2, 3, 9]  # all that waits is one grader's share
+
+    asyncio.run(main())

@@ -70,6 +70,9 @@ class _Group:
     version_sum: float = 0.0  # over its tokens, of the versions that sampled them
     oldest: int | None = None
     begun: dict[int, EndedSequence] = field(default_factory=dict)  # by sample: tokens of other devices
+    # Where graders are counted: episodes that have ended and are not graded, and whether none is to come.
+    num_ungraded: int = 0
+    is_whole: bool = False
 
 
 class _Simulation:
@@ -87,7 +90,8 @@ class _Simulation:
         self._now_s = 0.0
         self._generators: dict[str, Generator] = {}
         self._groups: dict[int, _Group] = {}
-        self._graders = [0.0] * (costs.graders or 0)  # a heap: when each has graded what it was given
+        self._free_graders = costs.graders or 0
+        self._ungraded: list[tuple[int, int, _Group, float]] = []  # a heap: the oldest group is graded first
         self._version = 0  # of the learner: the number of updates
         self._switched_s = 0.0  # colocated: when the devices generate again
         self._trained: list[tuple[int, ...]] = []
@@ -159,7 +163,7 @@ class _Simulation:
                 self._admit(action)
             case GradeGroup():
                 self._meter.num_grading += 1
-                self._at(max(self._now_s, self._groups[action.group].graded_s), partial(self._graded, action.group))
+                self._finish_grading(action.group)
             case StartStep():
                 self._start_step(action)
             case Publish():
@@ -238,7 +242,7 @@ class _Simulation:
         ended = ended.after(group.begun.pop(sequence.sample, None))
         group.version_sum += ended.version_sum
         group.oldest = ended.oldest if group.oldest is None else min(group.oldest, ended.oldest)
-        group.graded_s = max(group.graded_s, self._grading_ends_s(group.costs.grading_s[sequence.sample]))
+        self._grade(sequence.group, group, group.costs.grading_s[sequence.sample])
         event = EpisodeEnded(
             group=sequence.group, attempt=sequence.attempt, sample=sequence.sample, worker=generator.name,
             oldest=ended.oldest, newest=ended.newest,
@@ -324,13 +328,34 @@ class _Simulation:
 
     # --- graders and the learner ---
 
-    def _grading_ends_s(self, seconds: float) -> float:
-        """When the grading of an episode ends that ended now: on the grader that is free first, if they are counted."""
-        if not self._graders:
-            return self._now_s + seconds
-        ends_s = max(self._now_s, self._graders[0]) + seconds
-        heapq.heapreplace(self._graders, ends_s)
-        return ends_s
+    def _grade(self, number: int, group: _Group, seconds: float) -> None:
+        """Grades an episode that has ended: at once, or on the next free grader if they are counted."""
+        if self._costs.graders is None:
+            group.graded_s = max(group.graded_s, self._now_s + seconds)
+            return
+        group.num_ungraded += 1
+        heapq.heappush(self._ungraded, (number, next(self._ticks), group, seconds))
+        self._send_to_graders()
+
+    def _send_to_graders(self) -> None:
+        while self._free_graders and self._ungraded:
+            number, _, group, seconds = heapq.heappop(self._ungraded)
+            self._free_graders -= 1
+            self._at(self._now_s + seconds, partial(self._end_grading, number, group))
+
+    def _end_grading(self, number: int, group: _Group) -> None:
+        self._free_graders += 1
+        group.num_ungraded -= 1
+        if group.is_whole and not group.num_ungraded and self._groups.get(number) is group:
+            self._graded(number)
+        self._send_to_graders()
+
+    def _finish_grading(self, number: int) -> None:
+        """All episodes of a group have ended: it is graded when the last of their rewards is known."""
+        group = self._groups[number]
+        group.is_whole = True
+        if not group.num_ungraded:
+            self._at(max(self._now_s, group.graded_s), partial(self._graded, number))
 
     def _graded(self, number: int) -> None:
         self._meter.num_grading -= 1
