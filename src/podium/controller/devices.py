@@ -13,6 +13,7 @@ from podium.cluster import WorkerId
 from podium.controller.layout import LINK
 from podium.controller.parts import OnPolicyParts
 from podium.controller.phases import GENERATOR, Phase, residency
+from podium.observe.timing import PUBLISHED
 from podium.recipe import OnPolicyRecipe
 from podium.roles.carriers import Residency
 from podium.roles.handles import send_weights
@@ -89,6 +90,7 @@ class Devices:
                 await self._parts.workers.renew_links()  # a generator may be another one
                 described = await roles.policy.describe(version)
                 await send_weights(roles.policy, roles.generator, ByBroadcast(version=described, link=LINK))
+        self._parts.watch.mark(f"{PUBLISHED}{version}")
         self.note_published(version)
 
     def note_published(self, version: int) -> None:

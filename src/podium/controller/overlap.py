@@ -27,6 +27,7 @@ from podium.controller.scheduling import LearnerIdle, Lend, Recall, StepRequeste
 from podium.controller.state import RunState
 from podium.errors import WorkerDiedError
 from podium.observe.causes import FOR_GENERATION, FOR_GRADING
+from podium.observe.timing import PUBLISHED
 from podium.recipe import OnPolicyRecipe
 from podium.roles.episode_stream import Block, EpisodeStream, Left, Lost
 from podium.roles.interfaces import GeneratorUsage
@@ -270,6 +271,7 @@ class OverlapExecutor:
     async def _store(self, version: int) -> None:
         """Puts the learner's weights into the object store, for all workers that are to get them."""
         self._transfer = await self._parts.roles.policy.store(version)
+        self._parts.watch.mark(f"{PUBLISHED}{version}")
         self._publish()
 
     async def _install(self, workers: tuple[str, ...], transfer: ByStore) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from podium.disk import disk_fault
 from podium.observe.line_files import DiskReports, LineFile
-from podium.observe.timing import NESTED, Stopwatch
+from podium.observe.timing import NESTED, PUBLISHED, Stopwatch
 
 # Bytes of one file. A full one becomes the earlier one, and the earlier one before it is lost.
 _MOST_BYTES = 32 << 20
@@ -238,6 +238,12 @@ def engine_steps(spans: Iterable[TimelineSpan]) -> Iterator[EngineSteps]:
                 prefilled_tokens=int(values.get("prefilled_tokens", 0)), prefill_s=values.get("prefill_s", 0.0),
                 is_tail=name == TAIL,
             )  # fmt: skip
+
+
+def published_version(span: TimelineSpan) -> int | None:
+    """The number of the version whose publish a span marks; None: it is another span."""
+    number = span.name.removeprefix(PUBLISHED)
+    return int(number) if number != span.name and number.isascii() and number.isdigit() else None
 
 
 def _values(values: Mapping[str, float] | None = None) -> dict[str, float] | None:

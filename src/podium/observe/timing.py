@@ -14,6 +14,8 @@ NESTED = " > "
 """Between the names of an outer and an inner span."""
 LAUNCH = "launch"
 """The first span of a stopwatch, without length: a process of the run begins."""
+PUBLISHED = "published version "
+"""With its number, a mark: a span without length, at the moment from which generators can have these weights."""
 # Spans that nobody takes; the oldest are lost first.
 _MOST_SPANS = 100_000
 # The time of day when the monotonic clock was 0.
@@ -96,6 +98,11 @@ class Stopwatch:
         finally:
             self._settle()
             self._spans.append(FinishedSpan(path, begin_s, self._marked_at))
+
+    def mark(self, name: str) -> None:
+        """Notes a moment, as a span without length. It belongs to no open span."""
+        self._settle()
+        self._spans.append(FinishedSpan(name, self._marked_at, self._marked_at))
 
     def take_spans(self) -> list[FinishedSpan]:
         """Spans that ended since the last call."""

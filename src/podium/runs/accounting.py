@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from podium.observe.causes import FOR_RANKS, Cause, is_idle
-from podium.observe.timeline import CONTROLLER, TimelineSpan, TimelineWorker, rank_name
+from podium.observe.timeline import CONTROLLER, TimelineSpan, TimelineWorker, published_version, rank_name
 from podium.observe.timing import LAUNCH, NESTED
 from podium.runs.waits import Moment, computing_cause, duties_of, moments, phase_cause, waiting_cause, waits
 
@@ -153,7 +153,7 @@ def _begins(launches: Sequence[TimelineSpan]) -> list[float]:
 def _segments_of(launch: _Launch) -> Iterator[CausedSegment]:
     by_worker: dict[str, list[TimelineSpan]] = {}
     for span in launch.spans:
-        if span.name != LAUNCH:
+        if span.name != LAUNCH and published_version(span) is None:
             by_worker.setdefault(span.worker, []).append(span)
     _add_rank_waits(by_worker)
     last = _last_incarnations(by_worker)

@@ -57,6 +57,16 @@ def test_a_span_that_is_still_open_counts_up_to_now(watch: Stopwatch, clock: Han
     assert watch.seconds()["checkpoint"] == 3.0
 
 
+def test_a_mark_is_a_moment_and_takes_no_time(watch: Stopwatch, clock: HandClock) -> None:
+    with watch.span("publish"):
+        clock.now += 2
+        watch.mark("published version 3")
+        clock.now += 1
+    assert watch.seconds() == {"other": 0.0, "publish": 3.0}
+    spans = [(span.name, span.begin_s, span.end_s) for span in watch.take_spans()]
+    assert spans == [("launch", 50.0, 50.0), ("published version 3", 52.0, 52.0), ("publish", 50.0, 53.0)]
+
+
 def test_a_span_that_raises_ends_there(watch: Stopwatch, clock: HandClock) -> None:
     def fail() -> None:
         with watch.span("data"):
