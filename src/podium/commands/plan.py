@@ -71,19 +71,17 @@ def plan(
     from podium.planning.plans import Assumptions, device_numbers, plan_recipe, plan_runs
     from podium.planning.search import STALENESSES
 
-    numbers, stalenesses = device_numbers(devices) if devices else (), staleness or STALENESSES
+    numbers = device_numbers(devices) if devices else ()
     if recipe is None:
-        found = plan_runs(runs or [], devices=numbers, stalenesses=stalenesses, steps=steps)
+        found = plan_runs(runs or [], devices=numbers, stalenesses=staleness, steps=steps)
     else:
         assumptions = Assumptions(prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, grading_s=grading or 0.0)
         loaded = _loaded(recipe, overrides or [])
         if isinstance(loaded, SpmdRecipe):
-            _refuse_for_fixed_data(
-                loaded, {**before, "--set": None, "--device": None, "--devices": devices, "--staleness": staleness}
-            )
+            _refuse_for_fixed_data(loaded, {**before, "--set": None, "--device": None, "--staleness": staleness})
         found = plan_recipe(
-            loaded, _device(loaded, device), devices=numbers, stalenesses=stalenesses, assumptions=assumptions,
-            steps=steps,
+            loaded, _device(loaded, device), devices=numbers, stalenesses=staleness or STALENESSES,
+            assumptions=assumptions, steps=steps,
         )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=1))
@@ -93,13 +91,10 @@ def plan(
 
 
 def _refuse_for_fixed_data(recipe: SpmdRecipe, options: Mapping[str, object]) -> None:
-    """Options that say something of episodes, or of layouts to look at."""
+    """Options that say something of episodes."""
     unused = [name for name, value in options.items() if value is not None]
     if unused:
-        raise typer.BadParameter(
-            f"{', '.join(unused)}: {recipe.program} generates nothing, and its plan is that of the recipe's own "
-            "devices. Change them with --set placement.devices=N"
-        )
+        raise typer.BadParameter(f"{', '.join(unused)}: {recipe.program} generates nothing. Leave it out")
 
 
 def _loaded(recipe: Path, overrides: list[str]) -> Recipe:

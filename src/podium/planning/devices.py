@@ -16,6 +16,8 @@ from podium.errors import RecipeError
 GIB = 1 << 30
 CALIBRATION_VERSION = 1
 _GPUS = Path("/proc/driver/nvidia/gpus")
+# A GPU whose name is in no file that is read here: of another maker, or in a container or a subsystem.
+_OTHER_GPUS = (Path("/dev/kfd"), Path("/dev/dxg"), Path("/dev/nvidiactl"))
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -32,8 +34,11 @@ class Efficiency:
     decode_matrix: float = 0.0  # of matrix_flops, in decoding; 0: computing is hidden behind reading
     decode_layer_s: float = 46e-6  # of one layer in one decoding step, beyond what it reads
     decode_s: float = 60e-6  # of one decoding step: sampling, scheduling
-    update_s: float = 0.020  # of one update: messages, packing, launching
-    switch_s: float = 0.065  # roles that share a device: from the update to generating again
+    prefill_layer_s: float = 300e-6  # of one layer in a step that takes in prompts: some 60 kernels of 5 µs, one by one
+    rollout_s: float = 0.010  # of one generation: messages, tokenizing, collecting the episodes
+    update_s: float = 0.020  # of one update: messages, packing, statistics
+    switch_s: float = 0.010  # roles that share a device: messages and fingerprints, from the update to generating again
+    memory_s: float = 1.0e-12  # for each byte that changes hands between roles on a shared device, on either side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,8 @@ class Device:
     matrix_flops: float  # dense, in the compute dtype: bfloat16 on CUDA, float32 on CPU
     bandwidth: float  # bytes per second
     link: float = 25e9  # bytes per second between devices of one machine
+    network: float | None = None  # bytes per second of a device to other machines; None: as fast as `link`
+    per_machine: int = 8  # devices
     efficiency: Efficiency = Efficiency()
     is_measured: bool = False  # by `podium plan --calibrate` on this machine
 
@@ -54,19 +61,28 @@ class Device:
         """Its memory in GiB."""
         return self.memory_bytes / GIB
 
+    def link_between(self, devices: int) -> float:
+        """Bytes per second of the slowest link among so many devices."""
+        return self.link if self.network is None or devices <= self.per_machine else min(self.link, self.network)
+
+
+# 400 Gbit/s for each device: assumed, because it belongs to a cluster and not to a device.
+_NETWORK = 50e9
+
 
 def _gpu(name: str, gib: float, tflops: float, tb_s: float, link_gb_s: float) -> Device:
     """`gib`: what the driver reports, a little less than the name says."""
     return Device(
         name=name, kind="cuda", memory_bytes=int(gib * GIB), matrix_flops=tflops * 1e12, bandwidth=tb_s * 1e12,
-        link=link_gb_s * 1e9,
+        link=link_gb_s * 1e9, network=_NETWORK,
     )  # fmt: skip
 
 
 # Processors differ: one core of a server, until the machine is calibrated.
 _CPU_EFFICIENCY = Efficiency(
     matrix=0.6, attention=0.15, copying=0.5, activation_passes=3.0, decoding=0.5, decode_matrix=0.3,
-    decode_layer_s=400e-6, decode_s=800e-6, update_s=0.02, switch_s=0.0,
+    decode_layer_s=400e-6, decode_s=800e-6, prefill_layer_s=0.0, rollout_s=0.005, update_s=0.02, switch_s=0.0,
+    memory_s=0.0,
 )  # fmt: skip
 # Datasheets: dense bfloat16 without sparsity, memory bandwidth, and links between devices in one direction.
 _TABLE: tuple[Device, ...] = (
@@ -136,7 +152,7 @@ def found_device(kind: Literal["auto", "cpu", "cuda"] = "auto", *, cache: Path |
         gpu = _found_gpu()
         if gpu is not None:
             return _calibrated(gpu, cache)
-        if kind == "cuda" or _GPUS.is_dir():
+        if kind == "cuda" or _GPUS.is_dir() or any(file.exists() for file in _OTHER_GPUS):
             return None
     core = next(device for device in _TABLE if device.kind == "cpu")
     return _calibrated(replace(core, name=_cpu_name(), memory_bytes=host_memory()), cache)

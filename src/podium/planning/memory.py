@@ -27,7 +27,7 @@ from podium.recipe import (
     SpmdRecipe,
 )
 from podium.roles.interfaces import MICRO_BATCH, POLICY
-from podium.rollout.native.sizing import choose_sizes
+from podium.rollout.native.sizing import Sizes, choose_sizes
 
 Place = Literal["learner", "generator"]
 _MASTER_BYTES = 4  # masters, moments and sums of gradients are float32
@@ -75,11 +75,22 @@ class MemoryPlan:
     device: Device
     phases: tuple[PhaseMemory, ...]
     host: tuple[MemoryTerm, ...]  # host memory beside a GPU, and snapshots, which are left out where they do not fit
+    engine: Sizes | None = None  # with the smallest cache; None: none generates, or nothing is left for its cache
 
     @property
     def peak(self) -> PhaseMemory:
         """The phase that takes most."""
         return max(self.phases, key=lambda phase: phase.num_bytes)
+
+    @property
+    def of_learner(self) -> PhaseMemory:
+        """The learner's phase that takes most."""
+        return max((each for each in self.phases if each.place == "learner"), key=lambda phase: phase.num_bytes)
+
+    def of(self, phase: str, place: Place) -> PhaseMemory:
+        """One phase at one place; without terms if there is none."""
+        found = (each for each in self.phases if (each.phase, each.place) == (phase, place))
+        return next(found, PhaseMemory(phase=phase, place=place, terms=()))
 
     @property
     def share(self) -> float:
@@ -94,7 +105,7 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """One line for each phase, and one for the host."""
         lines = [
-            f"memory, {each.phase} ({each.place}): {_gib(each.num_bytes)} of {_gib(self.device.memory_bytes)}: "
+            f"memory, {each.phase} ({each.place}): {gib(each.num_bytes)} of {gib(self.device.memory_bytes)}: "
             f"{_listed(sorted(each.terms, key=lambda term: -term.num_bytes))}"
             for each in self.phases
         ]
@@ -105,19 +116,24 @@ def memory_of(recipe: Recipe, device: Device) -> MemoryPlan:
     """The memory of a run. Raises UnsupportedModelError where the shape of a model is not known."""
     needs = _Needs(recipe, device)
     phases = needs.on_policy() if isinstance(recipe, OnPolicyRecipe) else needs.spmd()
-    return MemoryPlan(device=device, phases=tuple(phases), host=tuple(needs.host()))
+    return MemoryPlan(device=device, phases=tuple(phases), host=tuple(needs.host()), engine=needs.engine)
 
 
-def refusal(plan: MemoryPlan, recipe: Recipe) -> RecipeError | None:
-    """Why a run cannot fit, with the largest terms and what to change; None if it can."""
+NAME_THE_DEVICE = "If it runs on another device than was found here, name it with --device."
+BEGIN_ANYHOW = "If you know better, `podium train --ignore-memory` begins it."
+
+
+def refusal(plan: MemoryPlan, recipe: Recipe, otherwise: str = NAME_THE_DEVICE) -> RecipeError | None:
+    """Why a run cannot fit, with the largest terms and what to change; None if it can. `otherwise`: what to do where
+    the prediction is wrong."""
     if not plan.cannot_fit:
         return None
     peak, device = plan.peak, plan.device
     what = "this machine's memory" if device.kind == "cpu" else f"one {device.name}"
     return RecipeError(
-        f"placement.devices: the run cannot fit {what} of {_gib(device.memory_bytes)}. Its {peak.phase} "
-        f"({peak.place}) takes about {_gib(peak.num_bytes)}, most of it {_listed(peak.largest)}. "
-        f"{_advice(peak, recipe, device)} If it runs on another device than was found here, name it with --device."
+        f"placement.devices: the run cannot fit {what} of {gib(device.memory_bytes)}. Its {peak.phase} "
+        f"({peak.place}) takes about {gib(peak.num_bytes)}, most of it {_listed(peak.largest)}. "
+        f"{_advice(peak, recipe, device)} {otherwise}"
     )
 
 
@@ -154,6 +170,13 @@ class _Needs:
         self._tokens = min(limit, self._step_tokens)
         # On CPU every worker's memory counts, because they share it.
         self._workers = 1 if self._cuda else self._world
+        self._engines: list[Sizes | None] = []
+
+    @property
+    def engine(self) -> Sizes | None:
+        """That with the smallest cache."""
+        known = [each for each in self._engines if each is not None]
+        return min(known, key=lambda each: each.cache_tokens) if known and None not in self._engines else None
 
     def spmd(self) -> list[PhaseMemory]:
         """Training, with the models beside it."""
@@ -267,8 +290,10 @@ class _Needs:
                 section, context=self._shape.context, token_bytes=token_bytes, cuda=self._cuda, free_bytes=max(free, 0)
             )
             size = (sizes.num_blocks + (0 if sizes.slots else 1)) * sizes.block_size * token_bytes
+            self._engines.append(sizes)
         except RolloutError:  # nothing is left for it: one sequence is the least that generates
             size = min(section.max_length or self._shape.context, self._shape.context) * token_bytes
+            self._engines.append(None)
         running = recipe.rollout.max_running or (256 if self._cuda else 64)
         logits = MemoryTerm(name="logits", num_bytes=2 * running * self._shape.vocab_rows * 4)
         return [*held, MemoryTerm(name="KV cache", num_bytes=size), logits]
@@ -366,12 +391,13 @@ def _summed(terms: Sequence[MemoryTerm], workers: int) -> tuple[MemoryTerm, ...]
 
 
 def _listed(terms: Sequence[MemoryTerm]) -> str:
-    return ", ".join(f"{term.name} {_gib(term.num_bytes)}" for term in terms)
+    return ", ".join(f"{term.name} {gib(term.num_bytes)}" for term in terms)
 
 
-def _gib(num_bytes: float) -> str:
-    gib = num_bytes / GIB
-    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{num_bytes / 2**20:.1f} MiB"
+def gib(num_bytes: float) -> str:
+    """Bytes as a text."""
+    value = num_bytes / GIB
+    return f"{value:.1f} GiB" if value >= 0.1 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def memory_lines(recipe: Recipe, device: Device) -> list[str]:
@@ -386,6 +412,6 @@ def memory_lines(recipe: Recipe, device: Device) -> list[str]:
     peak = plan.peak
     tight = " It is close: the prediction is good to 5%." if plan.share > 1.0 - TOLERANCE else ""
     return [
-        f"memory: {peak.phase} ({peak.place}) takes about {_gib(peak.num_bytes)} of {_gib(device.memory_bytes)} of "
+        f"memory: {peak.phase} ({peak.place}) takes about {gib(peak.num_bytes)} of {gib(device.memory_bytes)} of "
         f"{device.name}: {_listed(peak.largest)}.{tight}"
     ]

@@ -194,9 +194,9 @@ def shape_from_config(config: Mapping[str, Any], *, where: str) -> ModelShape:
         )
     try:
         return _Reader(config, family).shape()
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UnsupportedModelError(
-            f"{where}: config.json lacks a size that every {config['model_type']} has ({error})."
+            f"{where}: config.json lacks a size that every {config['model_type']} has ({error!r})."
         ) from error
 
 

@@ -31,6 +31,8 @@ class Configuration:
     staleness: int = 0
     lanes: int = 64
     graders: int = 1
+    micro_batch: int | None = None  # None: the default
+    max_rollout_devices: int | None = None  # None: no more than `rollout_devices`
 
     @property
     def name(self) -> str:
@@ -49,11 +51,27 @@ class Configuration:
             "placement.devices": (self.devices, other.devices),
             "placement.layout": (self.layout, other.layout),
             "placement.rollout_devices": (self.rollout_devices, other.rollout_devices),
+            "placement.max_rollout_devices": (self.max_rollout_devices, other.max_rollout_devices),
             "rollout.staleness": (self.staleness, other.staleness),
             "rollout.max_running": (self.lanes, other.lanes),
             "grading.workers": (self.graders, other.graders),
+            "micro_batch_tokens": (self.micro_batch, other.micro_batch),
         }
-        return {key: (str(old), str(new)) for key, (old, new) in pairs.items() if old != new and new is not None}
+        return {key: (_text(old), _text(new)) for key, (old, new) in pairs.items() if old != new}
+
+    def placed(self, layout: LayoutName, *, devices: int | None = None, rollout_devices: int | None) -> Configuration:
+        """On other devices, with the generators that may join only where there are as many."""
+        most = self.max_rollout_devices
+        kept = most is not None and rollout_devices is not None and most >= rollout_devices
+        return replace(
+            self, layout=layout, devices=devices or self.devices, rollout_devices=rollout_devices,
+            max_rollout_devices=most if kept else None,
+        )  # fmt: skip
+
+
+def _text(value: object) -> str:
+    """As YAML has it."""
+    return "null" if value is None else str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +88,7 @@ class Workload:
     outside_s: float = 0.0  # of checkpoints and evaluations, for each step
     layouts: tuple[LayoutName, ...] = LAYOUTS  # that the recipe allows
     most_staleness: int | None = None  # that the recipe allows; None: any
+    most_devices: int | None = None
 
     @property
     def episodes(self) -> int:
@@ -78,8 +97,8 @@ class Workload:
 
     def allows(self, configuration: Configuration) -> bool:
         """Whether the recipe can have it."""
-        limit = self.most_staleness
-        return configuration.layout in self.layouts and (limit is None or configuration.staleness <= limit)
+        limits = (configuration.staleness, self.most_staleness), (configuration.devices, self.most_devices)
+        return configuration.layout in self.layouts and all(most is None or value <= most for value, most in limits)
 
     def smaller(self, factor: int) -> Workload:
         """With so many times fewer groups."""

@@ -9,14 +9,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from podium.controller.layout import num_learners
 from podium.controller.ledger import LEDGER_FILE
 from podium.errors import RunFolderError
 from podium.observe import read_metrics
-from podium.observe.timeline import CONTROLLER, TimelineSpan, read_timeline
+from podium.observe.timeline import CONTROLLER, EngineSteps, TimelineSpan, engine_steps, read_timeline
 from podium.planning.prediction import LAYOUTS, Configuration, LayoutName, Workload
-from podium.recipe import ExpertIterationRecipe, OnPolicyRecipe, Recipe
+from podium.recipe import OnPolicyRecipe, Recipe
 from podium.runs.folder import RunFolder, is_pipeline_folder
 
 # Steps that are measured, at least: less says nothing of their spread.
@@ -25,6 +26,8 @@ _FEWEST_STEPS = 3
 _MOST_STEPS = 64
 # Episodes whose lengths are kept.
 _MOST_GROUPS = 4_096
+# Decoding steps of an interval that says something of their time.
+_FEWEST_DECODES = 4
 # Of the timeline: as much as is read in a second.
 _TIMELINE_BYTES = 8 << 20
 _GRADE = "grader.grade"
@@ -45,6 +48,7 @@ class RunRecords:
     num_before: int  # steps whose groups are the first of these: they fill the pipeline of a simulation
     gradings: Mapping[str, Sequence[TimelineSpan]]  # by grader, in these steps
     start_s: float
+    engine_steps: tuple[EngineSteps, ...] = ()  # summaries of all engines, in these steps
 
     @property
     def step_s(self) -> float:
@@ -75,6 +79,32 @@ class RunRecords:
         return workload_of(self.recipe, start_s=self.start_s, outside_s=sum(outside) / len(self.steps))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePoint:
+    """Decoding steps of one engine in an interval of about a second, in which it took in hardly any prompts."""
+
+    lanes: float  # in a step, on average: a step time that is linear in the lanes is exact for their mean
+    step_s: float
+    steps: int
+
+    @property
+    def seconds(self) -> float:
+        """Of all of them."""
+        return self.steps * self.step_s
+
+
+def decode_points(records: RunRecords, *, most_prefill: float = 0.05) -> tuple[DecodePoint, ...]:
+    """What decoding steps took with how many lanes, by the engines' own summaries. Intervals of which prompts took more
+    than this share are left out: an engine does not count the steps that took them in. The rest has them in it. Empty
+    where engines record no summaries, or take in prompts all the time."""
+    return tuple(
+        DecodePoint(lanes=each.lanes, step_s=(each.end_s - each.begin_s) / each.steps, steps=each.steps)
+        for each in records.engine_steps
+        if each.steps >= _FEWEST_DECODES and each.lanes > 0
+        and each.prefill_s <= most_prefill * (each.end_s - each.begin_s)
+    )  # fmt: skip
+
+
 def read_records(path: Path) -> RunRecords:
     """The records of a run on Ray or inline. Raises a RunFolderError for one that has too few steps."""
     folder = opened(path)
@@ -97,6 +127,7 @@ def read_records(path: Path) -> RunRecords:
     num_before = 0 if is_synchronous else min(begin, staleness + 1)
     groups = _groups(path, lines[begin - num_before][0], lines[-1][0])
     started = sum(span.end_s - span.begin_s for span in spans if (span.worker, span.name) == (CONTROLLER, "start-up"))
+    window = _window(spans, len(kept), skipped=len(lines) - end)
     return RunRecords(
         path=path,
         recipe=recipe,
@@ -104,8 +135,9 @@ def read_records(path: Path) -> RunRecords:
         first=kept[0][0],
         groups=groups,
         num_before=num_before,
-        gradings=_gradings(spans, len(kept), skipped=len(lines) - end),
+        gradings=_gradings(spans, window),
         start_s=started,
+        engine_steps=tuple(each for each in engine_steps(spans) if window[0] <= each.begin_s < window[1]),
     )
 
 
@@ -128,8 +160,8 @@ def heldout_lines(folder: RunFolder) -> list[tuple[int, Mapping[str, float]]]:
     return [(line.step, line.values) for line in lines if any(name.startswith("heldout/") for name in line.values)]
 
 
-def configuration_of(recipe: OnPolicyRecipe) -> Configuration:
-    """What a plan may change, as the recipe has it."""
+def configuration_of(recipe: OnPolicyRecipe, kind: Literal["auto", "cpu", "cuda"] | None = None) -> Configuration:
+    """What a plan may change, as the recipe has it. `kind`: of the device; default: as the recipe says."""
     placement = recipe.placement
     apart = placement.devices - num_learners(recipe)
     return Configuration(
@@ -137,8 +169,10 @@ def configuration_of(recipe: OnPolicyRecipe) -> Configuration:
         devices=placement.devices,
         rollout_devices=apart or None,
         staleness=recipe.rollout.staleness,
-        lanes=recipe.rollout.max_running or _LANES[placement.device],
+        lanes=recipe.rollout.max_running or _LANES[kind or placement.device],
         graders=recipe.grading.workers,
+        micro_batch=recipe.micro_batch_tokens,
+        max_rollout_devices=placement.max_rollout_devices,
     )
 
 
@@ -155,12 +189,22 @@ def workload_of(recipe: OnPolicyRecipe, *, start_s: float = 0.0, outside_s: floa
         start_s=start_s,
         outside_s=outside_s,
         layouts=tuple(layout for layout in LAYOUTS if _allows(recipe, layout)),
-        most_staleness=0 if isinstance(recipe, ExpertIterationRecipe) or rollout.offload_optimizer else None,
+        most_staleness=_most_staleness(recipe),
+        most_devices=1 if recipe.placement.launcher == "inline" else None,
     )
+
+
+def _most_staleness(recipe: OnPolicyRecipe) -> int | None:
+    """None: any. No token can be older than the steps of the run."""
+    if not recipe.can_be_stale or recipe.rollout.offload_optimizer or recipe.placement.launcher == "inline":
+        return 0
+    return recipe.steps - 1 if recipe.steps else None
 
 
 def _allows(recipe: OnPolicyRecipe, layout: LayoutName) -> bool:
     rollout = recipe.rollout
+    if recipe.placement.launcher == "inline":  # one process on one device
+        return layout == "colocated"
     if layout == "split":
         return True
     if rollout.engine == "vllm":
@@ -189,14 +233,18 @@ def _groups(path: Path, first: int, last: int) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(lengths) for lengths in groups.values())[:_MOST_GROUPS]
 
 
-def _gradings(spans: Sequence[TimelineSpan], count: int, skipped: int) -> dict[str, list[TimelineSpan]]:
-    """What graders did in `count` steps before the last `skipped` ones, by the ends of updates."""
+def _window(spans: Sequence[TimelineSpan], count: int, skipped: int) -> tuple[float, float]:
+    """When `count` steps before the last `skipped` ones were, by the ends of updates; always, where these are lost."""
     ends = sorted(span.end_s for span in spans if (span.worker, span.name) == (CONTROLLER, "update"))
     ends = ends[: len(ends) - skipped] if skipped else ends
-    begin_s, end_s = (ends[-count - 1], ends[-1]) if len(ends) > count else (float("-inf"), float("inf"))
+    return (ends[-count - 1], ends[-1]) if len(ends) > count else (float("-inf"), float("inf"))
+
+
+def _gradings(spans: Sequence[TimelineSpan], window: tuple[float, float]) -> dict[str, list[TimelineSpan]]:
+    """What graders did in these steps."""
     found: dict[str, list[TimelineSpan]] = {}
     for span in spans:
-        if span.name == _GRADE and begin_s <= span.begin_s < end_s:
+        if span.name == _GRADE and window[0] <= span.begin_s < window[1]:
             found.setdefault(span.worker, []).append(span)
     return found
 

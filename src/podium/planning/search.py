@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches the configurations of a workload: layouts, their devices, staleness, lanes and graders, over any number of
-devices. A quick look at all of them chooses which are simulated. Torch-free."""
+"""Searches the configurations of a workload: layouts, their devices, staleness, graders, and before a run lanes,
+micro-batches and the sharding of the learner, over any number of devices. A quick look at all of them chooses which are
+simulated. Torch-free."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from podium.controller.simulation.costs import CostModel
+from podium.errors import RecipeError
 from podium.planning.bounds import Lengths, lengths_of, quick_step_s
 from podium.planning.prediction import Configuration, Prediction, Workload, predict
 
@@ -19,8 +22,40 @@ _MOST_EPISODES, _SEEDS = 256, (1, 2)
 _SIMULATED = 2
 # Shares of the devices for generation are multiples of one of so many parts.
 _PARTS = 8
-# More graders have to gain so much.
+# More graders, other lanes and micro-batches have to gain so much.
 _LEAST_GAIN = 0.03
+
+
+class Choices(Protocol):
+    """What a configuration costs, and which others there are of its layout, devices and staleness."""
+
+    def costs(self, one: Configuration) -> CostModel:
+        """Of this configuration."""
+
+    def running(self, one: Configuration) -> Configuration:
+        """The configuration as it is simulated: with the lanes that really run."""
+
+    def variants(self, one: Configuration) -> Sequence[Configuration]:
+        """The configuration and others like it that fit, its own lanes and micro-batch first; empty: none fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredChoices:
+    """Costs of a run: the same in every configuration. Its records do not say what fits the memory."""
+
+    measured: CostModel
+
+    def costs(self, one: Configuration) -> CostModel:
+        """The measured ones."""
+        return self.measured
+
+    def running(self, one: Configuration) -> Configuration:
+        """As it is."""
+        return one
+
+    def variants(self, one: Configuration) -> Sequence[Configuration]:
+        """As it is."""
+        return (one,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +79,14 @@ class DeviceChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """By number of devices. `is_complete` is False where the time was over before all was looked at."""
+    """By number of devices. `is_complete` is False where the time was over before all was looked at. `impossible`:
+    numbers of devices on which the recipe can have no layout, or none that fits."""
 
     choices: tuple[DeviceChoice, ...]
     num_simulated: int
     seconds: float
     is_complete: bool
+    impossible: tuple[int, ...] = ()
 
     @property
     def fastest(self) -> Prediction:
@@ -63,32 +100,48 @@ class SearchResult:
 
 
 def search(
-    costs: CostModel, workload: Workload, base: Configuration, *, devices: Sequence[int],
+    costs: CostModel | Choices, workload: Workload, base: Configuration, *, devices: Sequence[int],
     stalenesses: Sequence[int] = STALENESSES, budget_s: float = 45.0, clock: Callable[[], float] = time.monotonic,
 ) -> SearchResult:  # fmt: skip
-    """The best configurations for each number of devices. `base` has the lanes of an engine, which memory limits, and
-    the graders to begin with. With one number of devices the best of every layout and staleness is simulated, with
-    several only the most promising ones. When the budget is over, it returns what it has."""
+    """The best configurations for each number of devices. `base` has the lanes, the micro-batch and the graders to
+    begin with. With one number of devices the best of every layout and staleness is simulated, with several only the
+    most promising ones. When the budget is over, it returns what it has. Raises a RecipeError if nothing is
+    possible."""
     began_s = clock()
-    lengths = lengths_of(costs, workload)
+    options = MeasuredChoices(costs) if isinstance(costs, CostModel) else costs
+    lengths = lengths_of(options.costs(base), workload)
     choices: list[DeviceChoice] = []
+    impossible: list[int] = []
     count, is_complete = 0, True
     for number in devices:
         if choices and clock() - began_s > budget_s:
             is_complete = False
             break
-        ranked = _ranked(costs, workload, base, number, stalenesses, lengths)
+        ranked = _ranked(options, workload, base, number, stalenesses, lengths)
         chosen = ranked if len(devices) == 1 else _promising(ranked)
-        found = [predicted(costs, workload, each) for each in chosen]
+        found = [predicted(options, workload, each) for each in chosen]
         count += len(found)
-        choices.append(DeviceChoice(devices=number, predictions=tuple(sorted(found, key=lambda each: each.step_s))))
-    return SearchResult(choices=tuple(choices), num_simulated=count, seconds=clock() - began_s, is_complete=is_complete)
+        if found:
+            choices.append(DeviceChoice(devices=number, predictions=tuple(sorted(found, key=lambda each: each.step_s))))
+        else:
+            impossible.append(number)
+    if not choices:
+        raise RecipeError(
+            f"--devices: with {', '.join(map(str, impossible))} no layout and staleness that were asked for are "
+            "possible for this recipe, or none fits the memory. Give more devices, or another --staleness."
+        )
+    return SearchResult(
+        choices=tuple(choices), num_simulated=count, seconds=clock() - began_s, is_complete=is_complete,
+        impossible=tuple(impossible),
+    )  # fmt: skip
 
 
-def predicted(costs: CostModel, workload: Workload, configuration: Configuration) -> Prediction:
+def predicted(costs: CostModel | Choices, workload: Workload, configuration: Configuration) -> Prediction:
     """A prediction from so many steps that a pipeline which was full at the beginning says nothing of the speed."""
-    steps = max(4, 2 * (configuration.staleness + 1))
-    return predict(costs, workload, configuration, seeds=_SEEDS, steps=steps, most_episodes=_MOST_EPISODES)
+    options = MeasuredChoices(costs) if isinstance(costs, CostModel) else costs
+    steps, one = max(4, 2 * (configuration.staleness + 1)), options.running(configuration)
+    found = predict(options.costs(one), workload, one, seeds=_SEEDS, steps=steps, most_episodes=_MOST_EPISODES)
+    return replace(found, configuration=configuration)
 
 
 def _promising(ranked: Sequence[Configuration]) -> list[Configuration]:
@@ -97,36 +150,46 @@ def _promising(ranked: Sequence[Configuration]) -> list[Configuration]:
 
 
 def _ranked(
-    costs: CostModel, workload: Workload, base: Configuration, devices: int, stalenesses: Iterable[int],
+    options: Choices, workload: Workload, base: Configuration, devices: int, stalenesses: Iterable[int],
     lengths: Lengths,
 ) -> list[Configuration]:  # fmt: skip
     """The best share of devices of every layout and staleness, at a quick look; the fastest first."""
 
     def quick_s(one: Configuration) -> float:
-        return quick_step_s(costs, workload, one, lengths)
+        running = options.running(one)
+        return quick_step_s(options.costs(running), workload, running, lengths)
 
     found: list[Configuration] = []
     for layout in workload.layouts:
         for staleness in stalenesses:
-            one = Configuration(
-                layout=layout, devices=devices, staleness=staleness, lanes=base.lanes, graders=base.graders
-            )
-            if not workload.allows(one) or (layout == "colocated" and staleness):
+            one = replace(base, staleness=staleness)
+            if not workload.allows(replace(one, layout=layout, devices=devices)) or (
+                layout == "colocated" and staleness
+            ):
                 continue
-            if layout == "colocated":
-                shares = [one]
-            else:
-                shares = [replace(one, rollout_devices=share) for share in _shares(devices)]
-            if costs.graders is not None:
-                shares = [_with_graders(each, quick_s) for each in shares]
-            if shares:
-                found.append(min(shares, key=quick_s))
-    if not found:
-        found.append(Configuration(layout="colocated", devices=devices, lanes=base.lanes, graders=base.graders))
+            shares = [None] if layout == "colocated" else _shares(devices)
+            placed = [one.placed(layout, devices=devices, rollout_devices=share) for share in shares]
+            best = [_best_variant(options.variants(each), quick_s) for each in placed]
+            fitting = [each for each in best if each is not None]
+            if options.costs(base).graders is not None:
+                fitting = [_with_graders(each, quick_s) for each in fitting]
+            if fitting:
+                found.append(min(fitting, key=quick_s))
     return sorted(found, key=quick_s)
 
 
-def _shares(devices: int) -> list[int]:
+def _best_variant(variants: Sequence[Configuration], quick_s: Callable[[Configuration], float]) -> Configuration | None:
+    """The first one, unless another gains enough; then the first of those that are about as fast as the fastest."""
+    if len(variants) < 2:
+        return variants[0] if variants else None
+    times = {each: quick_s(each) for each in variants}
+    fastest = min(times.values())
+    if fastest > times[variants[0]] * (1 - _LEAST_GAIN):
+        return variants[0]
+    return next(each for each in variants if times[each] <= fastest * (1 + _LEAST_GAIN / 3))
+
+
+def _shares(devices: int) -> list[int | None]:
     """Numbers of devices that may generate."""
     step = max(1, devices // _PARTS)
     return list(range(step, devices, step))

@@ -105,12 +105,12 @@ def candidates(base: Configuration, workload: Workload, *, has_graders: bool) ->
         if layout == base.layout or base.devices < 2 or (layout == "colocated" and base.staleness):
             continue
         share = None if layout == "colocated" else base.rollout_devices or base.devices // 2
-        yield replace(base, layout=layout, rollout_devices=share)
+        yield base.placed(layout, rollout_devices=share)
     if base.rollout_devices is not None:
         step = max(1, base.devices // 8)
         for share in (base.rollout_devices - step, base.rollout_devices + step):
             if 0 < share < base.devices:
-                yield replace(base, rollout_devices=share)
+                yield base.placed(base.layout, rollout_devices=share)
         if workload.allows(older := replace(base, staleness=base.staleness + 1)):
             yield older
     yield replace(base, lanes=2 * base.lanes)

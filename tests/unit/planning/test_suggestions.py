@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from helpers.simulated_runs import COSTS, simulated, simulated_recipe
@@ -19,8 +20,9 @@ from podium.controller.simulation.costs import CostModel, GenerationCost, LogNor
 from podium.errors import RecipeError, RunFolderError
 from podium.planning.alarms import alarm_of
 from podium.planning.run_costs import estimate_costs
-from podium.planning.run_records import read_records
-from podium.planning.suggestion import suggest, suggestion_lines
+from podium.planning.run_records import configuration_of, read_records, workload_of
+from podium.planning.suggestion import candidates, suggest, suggestion_lines
+from podium.recipe import parse_recipe
 
 SPLIT = {"layout": "split", "devices": 2}
 ROLLOUT = {"prompts_per_step": 4, "samples_per_prompt": 4, "max_running": 16}
@@ -76,8 +78,28 @@ def test_a_slow_generator_needs_devices_or_overlap(tmp_path: Path) -> None:
     assert changed in (
         {"placement.rollout_devices": ("1", "2")},
         {"placement.layout": ("split", "elastic")},
-        {"placement.layout": ("split", "colocated")},
+        {"placement.layout": ("split", "colocated"), "placement.rollout_devices": ("1", "null")},
     )
+
+
+def test_changes_leave_a_recipe_that_is_accepted(tmp_path: Path) -> None:
+    """A colocated recipe has no key of rollout devices, and more generators than may join are none."""
+    placement = {"layout": "split", "devices": 8, "rollout_devices": 2, "max_rollout_devices": 3}
+    recipe = simulated_recipe(tmp_path, placement=placement)
+    base = configuration_of(recipe)
+    found = list(candidates(base, workload_of(recipe), has_graders=True))
+
+    assert {(each.layout, each.rollout_devices) for each in found} >= {
+        ("colocated", None), ("elastic", 2), ("split", 1), ("split", 3)
+    }  # fmt: skip
+    for each in found:
+        values = recipe.stored_values()
+        for key, (_, new) in base.changes_to(each).items():
+            section, _, name = key.partition(".")
+            values[section][name] = yaml.safe_load(new)
+        assert configuration_of(parse_recipe(values)) == each
+    four = base.placed("split", rollout_devices=4)
+    assert base.changes_to(four)["placement.max_rollout_devices"] == ("3", "null")
 
 
 def test_too_few_lanes(tmp_path: Path) -> None:
