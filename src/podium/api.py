@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from podium.checks import check_recipe, deep_report, memory_report, not_looked_at
+from podium.checks import check_recipe, deep_report, memory_report, not_looked_at, refuse_what_cannot_fit
 from podium.drafting.draft import DraftRequest, draft_recipe
 from podium.errors import RecipeError, RunFolderError
 from podium.evaluating import EvaluationResult, evaluate_model, evaluate_run
@@ -137,6 +137,7 @@ def train(
     *,
     overrides: Overrides = (),
     overwrite: bool = False,
+    ignore_memory: bool = False,
     data: Mapping[str, Any] | None = None,
     reward: Sequence[Any] | Callable[..., Any] | None = None,
     environment: Any = None,
@@ -145,6 +146,7 @@ def train(
     """Runs a recipe from its beginning, on one device in this process or on several as processes of their own. Of a
     pipeline that ran before, the stages that did not change are left alone; its result is a PipelineResult.
     `overwrite` replaces an earlier run or pipeline of that name, which is kept until the first step is done.
+    `ignore_memory` begins a run also where the prediction says that it cannot fit this machine's memory.
 
     `data` ({"train": ..., "heldout": ...}), `reward`, `environment` and `loggers` replace what the recipe says. Where
     the recipe has `file.py:function`, they take the function or class itself; for a data source, a list of rows (dicts)
@@ -153,6 +155,8 @@ def train(
     loaded = load_recipe_arguments(recipe, overrides, sections)
     if isinstance(loaded, PipelineRecipe):
         return _run_pipeline(resolved_pipeline(loaded), PipelineFolder.at(loaded), overwrite=overwrite)
+    if not ignore_memory:
+        refuse_what_cannot_fit(loaded)
     return begin(prepare(loaded), overwrite=overwrite)
 
 

@@ -147,6 +147,37 @@ def memory_report(recipe: Recipe, device: str | None = None) -> list[str]:
     return [] if found is None else memory_lines(recipe, found)
 
 
+def refuse_what_cannot_fit(recipe: Recipe) -> None:
+    """Raises an error if a run on this machine cannot fit its memory, as `podium check` does. Says nothing where the
+    model or the device is not known, or where the run has devices of a Ray cluster or of torchrun."""
+    from podium.planning.devices import found_device
+    from podium.planning.memory import BEGIN_ANYHOW, memory_of, refusal
+
+    if _runs_elsewhere(recipe):
+        return
+    device = found_device(recipe.placement.device)
+    if device is None:
+        return
+    try:
+        problem = refusal(memory_of(recipe, device), recipe, BEGIN_ANYHOW)
+    except Exception:  # an unknown architecture, or a config that the planner cannot read: the run says what it needs
+        return
+    if problem is not None:
+        raise problem
+
+
+def _runs_elsewhere(recipe: Recipe) -> bool:
+    """Whether other machines than this one may take part."""
+    from podium.cluster import RayCluster
+    from podium.spmd.launch import place_under_torchrun
+
+    if place_under_torchrun() is not None:
+        return True
+    launcher = recipe.placement.launcher  # type: ignore[attr-defined]
+    on_ray = launcher == "ray" or (launcher == "auto" and isinstance(recipe, OnPolicyRecipe))
+    return on_ray and RayCluster().running_address is not None
+
+
 def not_looked_at(device: str) -> str:
     """What is said of the memory of a pipeline, for which somebody has named a device."""
     from podium.planning.devices import device_named

@@ -74,9 +74,13 @@ def train(
             "--overwrite", help="Replace an earlier run or pipeline of this name, unless it is still running."
         ),
     ] = False,
+    ignore_memory: Annotated[
+        bool, typer.Option("--ignore-memory", help="Begin also what is predicted not to fit this machine's memory.")
+    ] = False,
 ) -> None:
     """Run a recipe from its beginning; of a pipeline, the stages that changed or did not end."""
-    _report(api.train(recipe, overrides=_with_devices(overrides, devices), overwrite=overwrite))
+    changes = _with_devices(overrides, devices)
+    _report(api.train(recipe, overrides=changes, overwrite=overwrite, ignore_memory=ignore_memory))
 
 
 @app.command()

@@ -19,6 +19,7 @@ _COMMAND = re.compile(r"`podium (?P<quoted>[^`]+)`|: podium (?P<last>\w+ \S+(?: 
 _SETTING = re.compile(r"--set '?([\w.]+)=")
 _FLAGS = {
     "--overwrite": "overwrite=True",
+    "--ignore-memory": "ignore_memory=True",
     "--accept-changed-data": "accept_changed_data=True",
     "--best": "which='best'",
     "--stage": "stage=...",

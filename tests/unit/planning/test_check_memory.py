@@ -13,6 +13,8 @@ import pytest
 from helpers.tiny import save_tiny_folder, write_chats
 from podium import api
 from podium.errors import RecipeError
+from podium.planning import devices
+from podium.planning.memory import BEGIN_ANYHOW, NAME_THE_DEVICE
 
 LLAMA_70B = {
     "model_type": "llama", "vocab_size": 128_256, "hidden_size": 8192, "intermediate_size": 28_672,
@@ -55,8 +57,6 @@ def test_memory_of_this_machine_counts_where_there_is_no_gpu(recipe: Path) -> No
 
 
 def test_a_gpu_that_is_not_here_is_not_judged(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from podium.planning import devices
-
     monkeypatch.setattr(devices, "_GPUS", recipe.parent / "absent")
     lines = api.check(recipe, overrides=["placement.device=cuda"])
 
@@ -73,11 +73,70 @@ def test_a_device_for_a_pipeline_is_not_ignored(recipe: Path) -> None:
         api.check(file, device="H300")
 
 
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was begun: training itself is left out."""
+    names: list[str] = []
+    monkeypatch.setattr(api, "prepare", lambda recipe: recipe)
+    monkeypatch.setattr(api, "begin", lambda prepared, overwrite: names.append(prepared.run.name))
+    return names
+
+
+def test_training_refuses_what_check_refuses_unless_told_not_to(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, cpu = begun(monkeypatch), ["placement.device=cpu"]
+    with pytest.raises(RecipeError) as of_train:
+        api.train(recipe, overrides=cpu)
+    with pytest.raises(RecipeError) as of_check:
+        api.check(recipe, overrides=cpu)
+
+    assert names == []
+    said, checked = str(of_train.value), str(of_check.value)
+    assert said.endswith("If you know better, `podium train --ignore-memory` begins it.")
+    assert said.removesuffix(BEGIN_ANYHOW) == checked.removesuffix(NAME_THE_DEVICE)
+    assert of_train.value.__notes__ == ["in Python: podium.train(ignore_memory=True)"]
+    api.train(recipe, overrides=cpu, ignore_memory=True)
+    assert names == ["large"]
+
+
+def test_training_begins_what_the_planner_does_not_know(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An architecture that is not known, a config without sizes, a GPU that is not in the table."""
+    names = begun(monkeypatch)
+    config = recipe.parent / "model" / "config.json"
+    for changed in ({**LLAMA_70B, "model_type": "mamba"}, {"model_type": "llama"}, {**LLAMA_70B, "hidden_size": "?"}):
+        config.write_text(json.dumps(changed))
+        api.train(recipe, overrides=["placement.device=cpu"])
+    config.write_text(json.dumps(LLAMA_70B))
+    monkeypatch.setattr(devices, "_GPUS", recipe.parent / "absent")
+    monkeypatch.setattr(devices, "_OTHER_GPUS", (recipe,))
+    api.train(recipe)
+    monkeypatch.setattr(devices, "_OTHER_GPUS", ())
+    api.train(recipe, overrides=["placement.device=cuda"])
+    assert names == ["large"] * 5
+    with pytest.raises(RecipeError, match="cannot fit"):
+        api.train(recipe)
+
+
+def test_training_elsewhere_is_not_judged_by_this_machine(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = begun(monkeypatch)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    on_ray = ["placement.device=cpu", "placement.launcher=ray"]
+    api.train(recipe, overrides=on_ray)
+    with pytest.raises(RecipeError, match="cannot fit"):
+        api.train(recipe, overrides=["placement.device=cpu"])  # ranks are processes of this machine
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    with pytest.raises(RecipeError, match="cannot fit"):
+        api.train(recipe, overrides=on_ray)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "64", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "a"}.items():
+        monkeypatch.setenv(name, value)
+    api.train(recipe, overrides=["placement.device=cpu"])
+    assert names == ["large"] * 2
+
+
 @pytest.mark.slow
 def test_the_refusal_imports_no_torch(recipe: Path) -> None:
     code = (
         "import sys\nfrom podium import api\nfrom podium.errors import RecipeError\n"
         f"try:\n    api.check({str(recipe)!r}, device='H100')\n"
+        f"except RecipeError:\n    pass\ntry:\n    api.train({str(recipe)!r}, overrides=['placement.device=cpu'])\n"
         "except RecipeError:\n    print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
