@@ -36,7 +36,7 @@ def main() -> None:
 def train(task: Task, devices: int, placement: Mapping[str, object], scratch: str) -> SideResult:
     """Trains for `steps` and accounts what came after `warmup`."""
     StepClock.cpu_at = frozenset({task.warmup, task.steps})
-    podium.train(_recipe(task, devices, placement, scratch))
+    podium.train(recipe_of(task, devices, placement, scratch))
     lines = [each for each in read_metrics(Path(scratch) / "grpo" / "metrics.jsonl") if "step_s" in each.values]
     assert [line.step for line in lines] == list(range(1, task.steps + 1))
     timed = [line.values for line in lines[task.warmup :]]
@@ -54,7 +54,8 @@ def train(task: Task, devices: int, placement: Mapping[str, object], scratch: st
     )
 
 
-def _recipe(task: Task, devices: int, placement: Mapping[str, object], scratch: str) -> podium.Recipe:
+def recipe_of(task: Task, devices: int, placement: Mapping[str, object], scratch: str) -> podium.Recipe:
+    """The recipe of the task, whose run is in `scratch`."""
     # The thread and the kernels that suit so small a model are given, as they are to the peer: measuring them at the
     # start, as Podium does otherwise, is at the mercy of what else runs then.
     cpu = {"threads": 1, "onednn": False} if task.device == "cpu" else {}

@@ -55,6 +55,22 @@ def make_data(file: Path, tokens: int, words: int) -> None:
             tokens -= length
 
 
+def recipe_of(folder: Path, shape: str, *, steps: int, tokens: int, device: str) -> podium.Recipe:
+    """The recipe of the files in this folder."""
+    return podium.parse_recipe(
+        {
+            "program": "sft",
+            "model": {"path": str(folder / "model"), "init": "random"},
+            "data": {"train": [{"path": str(folder / "train.jsonl")}], "max_length": min(4097, tokens)},
+            "tokens_per_step": tokens,
+            "optimizer": {"lr": 1e-5},
+            "steps": steps,
+            "placement": {"device": device},
+            "run": {"name": shape, "folder": str(folder / "runs"), "log_every": 10},
+        }
+    )
+
+
 def measure(shape: str, steps: int, warmup: int, tokens: int, device: str) -> dict[str, float | str]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -62,19 +78,7 @@ def measure(shape: str, steps: int, warmup: int, tokens: int, device: str) -> di
         make_data(
             folder / "train.jsonl", (steps + 4) * tokens + 512 * 1000, min(_WORDS, SHAPES[shape]["vocab_size"] - 1)
         )
-        recipe = podium.parse_recipe(
-            {
-                "program": "sft",
-                "model": {"path": str(folder / "model"), "init": "random"},
-                "data": {"train": [{"path": str(folder / "train.jsonl")}], "max_length": min(4097, tokens)},
-                "tokens_per_step": tokens,
-                "optimizer": {"lr": 1e-5},
-                "steps": steps,
-                "placement": {"device": device},
-                "run": {"name": shape, "folder": str(folder / "runs"), "log_every": 10},
-            }
-        )
-        result = podium.train(recipe)
+        result = podium.train(recipe_of(folder, shape, steps=steps, tokens=tokens, device=device))
         timed = [m.values for m in read_metrics(result.folder / "metrics.jsonl") if "loss" in m.values][warmup:-1]
         seconds = sum(values["step_s"] for values in timed)
         return {
