@@ -118,7 +118,10 @@ def compared(folder: Path, workload: str, configurations: Sequence[str]) -> Iter
 
 def _row(folder: Path, workload: str, name: str, run: RunCosts) -> Row:
     records = read_records(folder)
-    predicted = predict(run.costs, run.workload, records.configuration(), seeds=(0,), steps=len(records.steps))
+    predicted = predict(
+        run.costs_of(records.configuration()), run.workload, records.configuration(), seeds=(0,),
+        steps=len(records.steps),
+    )  # fmt: skip
     return Row(workload=workload, configuration=name, measured_s=records.step_s, predicted_s=predicted.step_s)
 
 

@@ -19,7 +19,7 @@ from podium.planning.plan_report import Plan, device_notes, listed, memory_value
 from podium.planning.prediction import Prediction
 from podium.planning.run_costs import Estimate, RunCosts, estimate_costs
 from podium.planning.run_records import configuration_of, opened, program_of, read_records, step_lines, workload_of
-from podium.planning.search import STALENESSES, SearchResult, predicted, search
+from podium.planning.search import STALENESSES, MeasuredChoices, SearchResult, predicted, search
 from podium.planning.shape_costs import Episodes
 from podium.recipe import OnPolicyRecipe, Recipe, SpmdRecipe
 
@@ -45,8 +45,8 @@ def plan_runs(
     steps: int | None = None,
 ) -> Plan:  # fmt: skip
     """What the first run would have done in another configuration. Further runs, of other layouts, tell what it cannot:
-    what new weights and changing sides cost. `stalenesses`: default 0, 1, 2 and 4; of a run that generates nothing
-    there are none. `steps`: of which device-hours are told; default: the recipe's."""
+    what new weights and changing sides cost, and the costs of their layouts. `stalenesses`: default 0, 1, 2 and 4; of a
+    run that generates nothing there are none. `steps`: of which device-hours are told; default: the recipe's."""
     folder = opened(runs[0])
     recipe = program_of(folder)
     if isinstance(recipe, SpmdRecipe):
@@ -60,9 +60,10 @@ def plan_runs(
     run = estimate_costs(first, others=others)
     if steps is not None:
         run = replace(run, workload=replace(run.workload, steps=steps))
-    base = predicted(run.costs, run.workload, run.configuration)
+    measured = MeasuredChoices(run.costs_of)
+    base = predicted(measured, run.workload, run.configuration)
     found = search(
-        run.costs, run.workload, run.configuration, devices=devices or (run.configuration.devices,),
+        measured, run.workload, run.configuration, devices=devices or (run.configuration.devices,),
         stalenesses=STALENESSES if stalenesses is None else stalenesses,
     )  # fmt: skip
     best = min(found.fastest, base, key=lambda each: each.step_s)

@@ -2,7 +2,8 @@
 """Estimates what generation, grading, updates and new weights cost from the records of a run, and how well the
 simulation with these costs reproduces the run. Torch-free.
 
-Regressions are by medians (Theil and Sen): a step in which the machine did something else does not move them."""
+Regressions are by medians (Theil and Sen), and scaled to the mean without the extremes: a step in which the machine did
+something else does not move them."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from podium.controller.simulation.costs import CostModel, GenerationCost, LogNor
 from podium.controller.simulation.report import SimulationReport
 from podium.errors import RunFolderError
 from podium.observe.timeline import TimelineSpan
-from podium.planning.prediction import Configuration, RecordedCosts, Workload, simulated_report
-from podium.planning.run_records import RunRecords
+from podium.planning.prediction import Configuration, LayoutName, RecordedCosts, Workload, simulated_report
+from podium.planning.run_records import RunRecords, decode_points
 
 # Candidates for what a lane costs, as a part of what the weights cost.
 _LANE_RATIOS = (0.0, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
@@ -29,6 +30,10 @@ _USUAL_RATIO = 0.01
 _FIT_STEPS, _FIT_EPISODES = 24, 1_500
 # Regressions with an intercept need so many points, and so much spread of what they regress on.
 _FEWEST_POINTS, _LEAST_SPREAD = 5, 0.03
+# Summaries of engines that are compared, at most, and how many times as many lanes the largest has to have.
+_MOST_POINTS, _LANES_APART = 200, 2.0
+# Of so many points one is left out at either end where a line is scaled.
+_TRIMMED = 10
 # The most of a phase that a constant may explain.
 _MOST_CONSTANT = 0.5
 # And the most of a generation that is there before its first token.
@@ -58,6 +63,7 @@ class RunCosts:
     """The costs of a run with its own configuration, and a simulation of exactly that."""
 
     costs: CostModel
+    by_layout: Mapping[LayoutName, CostModel]  # of all runs that were given
     workload: Workload
     configuration: Configuration
     estimates: tuple[Estimate, ...]
@@ -65,6 +71,13 @@ class RunCosts:
     repeated_s: float  # measured mean of the steps that the simulation repeats
     simulated_step_s: float  # of these
     num_steps: int
+
+    def costs_of(self, configuration: Configuration) -> CostModel:
+        """Those of a run of that layout, or of one whose learners also have devices of their own, or of this run."""
+        layout = configuration.layout
+        alike: dict[LayoutName, LayoutName] = {"split": "elastic", "elastic": "split"}
+        found = self.by_layout.get(layout) or self.by_layout.get(alike.get(layout, layout))
+        return found or self.costs
 
     @property
     def error(self) -> float:
@@ -108,13 +121,43 @@ def fit_line(x: Sequence[float], y: Sequence[float], *, most_constant: float = _
 
 
 def _line(constant: float, slope: float, pairs: Sequence[tuple[float, float]]) -> Fit:
+    """Scaled, so that it is right on average: times have a long tail, and medians are below their mean."""
+    ratios = sorted(b / (constant + slope * a) for a, b in pairs if constant + slope * a > 0)
+    cut = -(-len(ratios) // _TRIMMED) if len(ratios) >= _FEWEST_POINTS else 0
+    if ratios:
+        factor = statistics.fmean(ratios[cut : len(ratios) - cut])
+        constant, slope = factor * constant, factor * slope
     errors = [abs(constant + slope * a - b) / b for a, b in pairs if b > 0]
     return Fit(constant, slope, statistics.median(errors) if errors else 0.0)
 
 
 def estimate_costs(records: RunRecords, *, others: Sequence[RunRecords] = ()) -> RunCosts:
     """The costs of a run. `others`: runs of the same recipe in another layout, for what this one cannot say: what new
-    weights cost with devices of their own, and what changing sides costs."""
+    weights cost with devices of their own, what changing sides costs, and the costs of their own layouts."""
+    costs, estimates = _estimated(records, others)
+    by_layout: dict[LayoutName, CostModel] = {}
+    for each in others:
+        layout = each.configuration().layout
+        if layout not in by_layout:
+            rest = [other for other in (records, *others) if other is not each]
+            by_layout[layout] = replace(_estimated(each, rest)[0], groups=costs.groups)
+    configuration, workload = records.configuration(), records.workload()
+    by_layout[configuration.layout] = costs
+    repeated = min(len(records.steps), num_repeated(workload))
+    return RunCosts(
+        costs=costs,
+        by_layout=by_layout,
+        workload=workload,
+        configuration=configuration,
+        estimates=tuple(estimates),
+        measured_step_s=records.step_s,
+        repeated_s=statistics.fmean(records.values("step_s")[:repeated]),
+        simulated_step_s=_report(costs, workload, configuration, repeated, records.num_before).step_s,
+        num_steps=len(records.steps),
+    )
+
+
+def _estimated(records: RunRecords, others: Sequence[RunRecords]) -> tuple[RecordedCosts, list[Estimate]]:
     if not records.groups:
         raise RunFolderError(f"{records.path} has no ledger of episodes (episodes.sqlite), so their lengths are lost.")
     configuration, workload = records.configuration(), records.workload()
@@ -139,17 +182,7 @@ def estimate_costs(records: RunRecords, *, others: Sequence[RunRecords] = ()) ->
     costs = replace(
         costs, generation=generation, publish_s=costs.publish_s + latency_s, switch_s=costs.switch_s + latency_s / 2
     )
-    repeated = min(len(records.steps), num_repeated(workload))
-    return RunCosts(
-        costs=costs,
-        workload=workload,
-        configuration=configuration,
-        estimates=(*of_generation, *of_update, *of_grading, *of_transfers),
-        measured_step_s=records.step_s,
-        repeated_s=statistics.fmean(records.values("step_s")[:repeated]),
-        simulated_step_s=_report(costs, workload, configuration, repeated, records.num_before).step_s,
-        num_steps=len(records.steps),
-    )
+    return costs, [*of_generation, *of_update, *of_grading, *of_transfers]
 
 
 def num_repeated(workload: Workload) -> int:
@@ -213,16 +246,20 @@ def _grading(records: RunRecords) -> tuple[LogNormal, int | None, list[Estimate]
 def grades_one_by_one(gradings: Mapping[str, Sequence[TimelineSpan]]) -> bool:
     """Whether a batch that a grader gets while it has another one ends a whole grading later than that. Without such
     batches it does not matter; then it is so."""
-    lengths = sorted(span.end_s - span.begin_s for spans in gradings.values() for span in spans)
-    single_s = lengths[len(lengths) // 10] if lengths else 0.0
-    later: list[bool] = []
+    alone: list[float] = []  # lengths of batches that a grader got while it had none
+    later: list[float] = []  # how much later others ended than the one before them
     for spans in gradings.values():
         busy_s = -math.inf
         for span in sorted(spans, key=lambda each: each.end_s):
             if span.begin_s < busy_s:
-                later.append(span.end_s - busy_s >= _WHOLE * single_s)
+                later.append(span.end_s - busy_s)
+            else:
+                alone.append(span.end_s - span.begin_s)
             busy_s = span.end_s
-    return not later or statistics.fmean(later) >= _ONE_BY_ONE
+    if not later:
+        return True
+    single_s = statistics.median(alone)
+    return statistics.fmean(each >= _WHOLE * single_s for each in later) >= _ONE_BY_ONE
 
 
 def _union_s(spans: Sequence[TimelineSpan]) -> float:
@@ -305,7 +342,9 @@ def _synchronous_generation(
             abs(line.constant + line.slope * a - b) for a, b in zip(expected, measured, strict=True)
         )
 
-    ratio = _best_ratio(misfit) if steps >= _FEWEST_POINTS else _USUAL_RATIO
+    ratio = _measured_ratio(records)
+    if ratio is None:
+        ratio = _best_ratio(misfit) if steps >= _FEWEST_POINTS else _USUAL_RATIO
     line = fit_line(times(ratio), measured, most_constant=_MOST_LATENCY)
     how = "time/rollout_s of steps, simulated with their own lengths"
     quality: Quality = "measured" if steps >= _FEWEST_POINTS else "assumed"
@@ -347,7 +386,8 @@ def _overlapped_generation(
             weights_s *= measured_s / work_s
         return GenerationCost(weights_s=weights_s, lane_s=ratio * weights_s), step_s
 
-    found = {ratio: scaled(ratio) for ratio in _LANE_RATIOS[2:7]}
+    measured = _measured_ratio(records)
+    found = {ratio: scaled(ratio) for ratio in (_LANE_RATIOS[2:7] if measured is None else (measured,))}
     errors = {ratio: abs(step_s / measured_step_s - 1) for ratio, (_, step_s) in found.items()}
     nearest = min(errors.values())
     # Several may be as near: then the usual one is as good a guess as any.
@@ -360,6 +400,17 @@ def _overlapped_generation(
         Estimate(name="generation, weights", value=generation.weights_s, unit="s", how=how, error=errors[ratio]),
         Estimate(name="generation, a lane", value=generation.lane_s, unit="s", how=how, quality=kind),
     ]  # fmt: skip
+
+
+def _measured_ratio(records: RunRecords) -> float | None:
+    """What a lane costs, as a part of what the weights cost, by the engines' own summaries of their steps; None where
+    there are too few, or all of them have nearly as many lanes."""
+    points = sorted(decode_points(records), key=lambda each: each.lanes)
+    few = points[:: max(1, len(points) // _MOST_POINTS)]
+    if len(few) < _FEWEST_POINTS or few[-1].lanes < _LANES_APART * few[0].lanes:
+        return None
+    line = fit_line([each.lanes for each in few], [each.step_s for each in few], most_constant=1.0)
+    return line.slope / line.constant if line.constant > 0 else None
 
 
 def _best_ratio(misfit: Callable[[float], float]) -> float:

@@ -41,13 +41,13 @@ class Choices(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredChoices:
-    """Costs of a run: the same in every configuration. Its records do not say what fits the memory."""
+    """Costs of a run, or of several of different layouts. Their records do not say what fits the memory."""
 
-    measured: CostModel
+    measured: Callable[[Configuration], CostModel]
 
     def costs(self, one: Configuration) -> CostModel:
         """The measured ones."""
-        return self.measured
+        return self.measured(one)
 
     def running(self, one: Configuration) -> Configuration:
         """As it is."""
@@ -108,7 +108,7 @@ def search(
     most promising ones. When the budget is over, it returns what it has. Raises a RecipeError if nothing is
     possible."""
     began_s = clock()
-    options = MeasuredChoices(costs) if isinstance(costs, CostModel) else costs
+    options = MeasuredChoices(lambda _: costs) if isinstance(costs, CostModel) else costs
     lengths = lengths_of(options.costs(base), workload)
     choices: list[DeviceChoice] = []
     impossible: list[int] = []
@@ -138,7 +138,7 @@ def search(
 
 def predicted(costs: CostModel | Choices, workload: Workload, configuration: Configuration) -> Prediction:
     """A prediction from so many steps that a pipeline which was full at the beginning says nothing of the speed."""
-    options = MeasuredChoices(costs) if isinstance(costs, CostModel) else costs
+    options = MeasuredChoices(lambda _: costs) if isinstance(costs, CostModel) else costs
     steps, one = max(4, 2 * (configuration.staleness + 1)), options.running(configuration)
     found = predict(options.costs(one), workload, one, seeds=_SEEDS, steps=steps, most_episodes=_MOST_EPISODES)
     return replace(found, configuration=configuration)
