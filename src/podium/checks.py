@@ -168,14 +168,16 @@ def refuse_what_cannot_fit(recipe: Recipe) -> None:
 
 def _runs_elsewhere(recipe: Recipe) -> bool:
     """Whether other machines than this one may take part."""
-    from podium.cluster import RayCluster
     from podium.spmd.launch import place_under_torchrun
 
     if place_under_torchrun() is not None:
         return True
     launcher = recipe.placement.launcher  # type: ignore[attr-defined]
-    on_ray = launcher == "ray" or (launcher == "auto" and isinstance(recipe, OnPolicyRecipe))
-    return on_ray and RayCluster().running_address is not None
+    if launcher != "ray" and not (launcher == "auto" and isinstance(recipe, OnPolicyRecipe)):
+        return False
+    from podium.cluster import RayCluster
+
+    return RayCluster().running_address is not None
 
 
 def not_looked_at(device: str) -> str:

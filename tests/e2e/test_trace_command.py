@@ -53,6 +53,8 @@ def test_a_run_on_policy_has_the_controller_and_its_workers(workspace: Workspace
     by_thread = threads(events)
     controller = [span["name"] for span in by_thread["controller"]]
     assert controller.count("rollout") == controller.count("update") == 3
+    published = [event["args"]["version"] for event in events if event.get("cat") == "publish"]
+    assert published == [0, 1, 2]
     workers = {name: [span["name"] for span in spans] for name, spans in by_thread.items() if "@" in name}
     assert sum(names.count("policy.update") for names in workers.values()) == 3
     assert sum(names.count("generator.stream") for names in workers.values()) == 3

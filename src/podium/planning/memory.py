@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from podium.controller.layout import longest_sequence, num_learners, reference_is_base
-from podium.controller.phases import LENT, who_leaves
 from podium.errors import PodiumError, RecipeError, RolloutError
 from podium.planning.activations import activation_bytes, head_bytes, layer_bytes
 from podium.planning.devices import GIB, Device
@@ -161,7 +159,11 @@ class _Needs:
         self._recipe, self._device = recipe, device
         self._cuda = device.kind == "cuda"
         self._itemsize = _itemsize(recipe.model, device)
-        self._world = num_learners(recipe) if isinstance(recipe, OnPolicyRecipe) else recipe.placement.devices
+        self._world = recipe.placement.devices
+        if isinstance(recipe, OnPolicyRecipe):  # a run on fixed data begins without importing a controller
+            from podium.controller.layout import num_learners
+
+            self._world = num_learners(recipe)
         self._shape = shape_of(recipe.model)
         if isinstance(recipe, RewardModelRecipe):
             self._shape = self._shape.with_labels(1)
@@ -187,6 +189,8 @@ class _Needs:
 
     def on_policy(self) -> list[PhaseMemory]:
         """Rollout, scores and update, each with what the roles hold in it."""
+        from podium.controller.phases import LENT, who_leaves
+
         recipe = self._recipe
         assert isinstance(recipe, OnPolicyRecipe)
         layout, ranks = recipe.placement.layout, self._world
@@ -276,6 +280,8 @@ class _Needs:
 
     def _with_cache(self, held: Sequence[MemoryTerm]) -> list[MemoryTerm]:
         """These terms and a KV cache in what they leave free."""
+        from podium.controller.layout import longest_sequence
+
         recipe = self._recipe
         assert isinstance(recipe, OnPolicyRecipe)
         context = CONTEXT_BYTES[self._device.kind]
@@ -306,6 +312,8 @@ class _Needs:
         if isinstance(recipe, DistillRecipe):
             found += [("teachers", teacher.path) for teacher in recipe.teachers]
         if isinstance(recipe, OnPolicyRecipe):
+            from podium.controller.layout import reference_is_base
+
             kl = recipe.full_algorithm.kl
             if kl is not None and not reference_is_base(recipe):
                 found.append(("reference", kl.reference))
