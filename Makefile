@@ -8,7 +8,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VERL_VENV ?= .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
-.PHONY: install install-vllm install-verl demo test test-parallel test-serial test-slow test-slow-parallel test-slow-serial test-soak test-vllm test-verl test-all chaos lint types format clean docs docs-reference docs-serve
+.PHONY: install install-vllm install-verl demo bytecode test test-parallel test-serial test-slow test-slow-parallel test-slow-serial test-soak test-vllm test-verl test-all chaos lint types format clean docs docs-reference docs-serve
 
 install: $(INSTALLED)
 
@@ -28,7 +28,11 @@ FAST := not slow and not gpu and not verl and not trl and not trackers and not b
 SLOW := slow and not soak and not gpu and not trl and not trackers
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
-test: lint  ## what every change must pass
+# Also where PYTHONDONTWRITEBYTECODE is set: the tests start hundreds of processes, and each would compile Podium again.
+bytecode: $(INSTALLED)
+	$(BIN)/python -m compileall -q src
+
+test: lint bytecode  ## what every change must pass
 	$(MAKE) --no-print-directory -j 2 types test-parallel
 	$(MAKE) --no-print-directory test-serial
 
@@ -38,7 +42,7 @@ test-parallel: $(INSTALLED)  ## in two processes
 test-serial: $(INSTALLED)  ## what needs Ray or a steady clock
 	$(BIN)/python -m pytest -q -m "$(FAST) and serial"
 
-test-slow:  ## the rest: several ranks, kills, restarts
+test-slow: bytecode  ## the rest: several ranks, kills, restarts
 	$(MAKE) --no-print-directory -j 2 test-slow-parallel test-slow-serial
 
 # Kills, restarts and deadlines beside other work: what fails is tried once more, and fails if it fails again.
