@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+import podium
 from helpers.tiny import save_tiny_folder, write_chats
+from podium.observe import read_metrics
 
 CHECKING = """
 import json, sys, time
@@ -34,6 +36,12 @@ print(json.dumps({"step": result.step, "modules": sorted({name.split(".")[0] for
 CONTROLLING = """
 import json, sys
 import podium.controller.drive, podium.programs.controlled, podium.controller.assembly
+print(json.dumps({"modules": sorted(sys.modules)}))
+"""
+
+SERVING = """
+import json, sys
+import podium.environments.user_main, podium.environments.reward_service, podium.environments.environment_service
 print(json.dumps({"modules": sorted(sys.modules)}))
 """
 
@@ -90,6 +98,22 @@ def test_the_controller_imports_neither_torch_nor_a_model() -> None:
     answer = _answer(CONTROLLING)
 
     assert {"torch", "transformers", "podium.roles.learner", "podium.engine.sharding"}.isdisjoint(answer["modules"])
+
+
+def test_a_process_of_user_code_imports_little_of_podium() -> None:
+    """Every run waits for it to start."""
+    answer = _answer(SERVING)
+
+    assert {"torch", "podium.api", "podium.cluster", "podium.checks", "podium.observe"}.isdisjoint(answer["modules"])
+
+
+def test_the_package_offers_its_names_when_they_are_asked_for() -> None:
+    assert [name for name in podium.__all__ if getattr(podium, name).__module__.split(".")[0] != "podium"] == []
+    assert {*podium.__all__, "__all__"} <= {*dir(podium)}
+    assert podium.observe.read_metrics is read_metrics
+    for name in ("nothing", "__nothing__", "__main__"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+            getattr(podium, name)
 
 
 def test_a_tokenizer_is_the_same_where_transformers_was_kept_from_importing_torch(
