@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -70,10 +73,11 @@ def test_what_the_recipe_fixes_is_not_varied(timed: Callable[[Times], list[tuple
 
 
 def test_nothing_to_choose_is_said(timed: Callable[[Times], list[tuple[int, bool]]]) -> None:
-    timed({(2, False): 1.0})
+    tried = timed({(2, False): 1.0})
     found = choose_cpu_settings(lambda: None, ranks=1, threads=2, onednn=False)
     assert (found.threads, found.onednn) == (2, False)
     assert "recipe" in found.measured
+    assert tried == []
 
 
 def test_the_choice_says_what_was_measured(timed: Callable[[Times], list[tuple[int, bool]]]) -> None:
@@ -97,3 +101,16 @@ def test_settings_are_applied() -> None:
 
 def test_the_matrix_peak_is_a_plausible_rate() -> None:
     assert 1e8 < matrix_peak(torch.device("cpu"), torch.float32) < 1e14
+
+
+def test_the_matrix_peak_is_measured_once_for_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_measured_peak", functools.cache(device._measured_peak.__wrapped__))
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock) ** 2))  # every measurement takes longer
+
+    first = matrix_peak(torch.device("cpu"), torch.float32)
+    assert matrix_peak(torch.device("cpu"), torch.float32) == first
+    torch.set_num_threads(2)
+    assert matrix_peak(torch.device("cpu"), torch.float32) < first
+    torch.set_num_threads(1)
+    assert matrix_peak(torch.device("cpu"), torch.float32) == first
