@@ -15,6 +15,7 @@ import transformers
 from hypothesis import settings
 
 from helpers.disks import mounted
+from helpers.processes import user_processes, wait_until
 from helpers.tiny import save_tiny_folder, write_chats
 from helpers.workspace import Workspace
 
@@ -116,6 +117,13 @@ def _cpu_settings() -> Iterator[None]:
     yield
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_user_process_is_left() -> Iterator[None]:
+    """Runs in this process end those of their user code: each idle one wakes twenty times a second."""
+    yield
+    wait_until(lambda: not user_processes(), "the end of all processes of user code", deadline_s=20)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import transformers
 
 from helpers.on_policy import numbers, rl_recipe
+from helpers.processes import user_processes, wait_until
 from helpers.tiny import save_tiny_model, tiny_tokenizer
 from helpers.workspace import Workspace
 from podium.runs.rollout_files import KeptEpisode, read_rollouts, rollout_path, rollout_steps
@@ -155,6 +157,17 @@ def test_turns_of_an_agent_are_apart_and_only_its_own_tokens_are_trained(workspa
         ):
             assert (version == 1) == (log_prob is not None) == (advantage is not None) == mask
         assert episode.reward == pytest.approx(episode.rewards["digits"] + episode.rewards["environment"])
+
+
+def test_processes_of_user_code_end_with_their_run_and_not_with_the_garbage_collector(workspace: Workspace) -> None:
+    (workspace.path / "dialogue.py").write_text(DIALOGUE)
+    gc.collect()
+    gc.disable()
+    try:
+        trained(workspace, steps=1, environment={"environment": "dialogue.py:Dialogue", "max_turns": 2})
+        wait_until(lambda: not user_processes(), "the end of rewards and environments", deadline_s=10)
+    finally:
+        gc.enable()
 
 
 def test_a_resumed_run_has_the_files_of_an_unbroken_one(workspace: Workspace) -> None:

@@ -100,6 +100,18 @@ def ray_workers() -> list[int]:
     return [process for process, name in descendants(os.getpid()).items() if name.startswith("ray::Worker")]
 
 
+def user_processes() -> list[int]:
+    """Living processes of user code that this process started; none where there is no /proc."""
+    found = []
+    for thread in Path(f"/proc/{os.getpid()}/task").glob("*"):
+        with suppress(OSError):
+            for process in thread.joinpath("children").read_text().split():
+                with suppress(OSError):  # the command line of one that has ended is empty
+                    if b"podium.environments.user_main" in Path(f"/proc/{process}/cmdline").read_bytes():
+                        found.append(int(process))
+    return found
+
+
 def spawned_children(launcher: int | None = None) -> list[int]:
     """Living ranks that this process, or another one, started; in the order in which it did."""
     launcher = os.getpid() if launcher is None else launcher

@@ -161,6 +161,12 @@ class RoleHost:
         """`control` in the running event loop."""
         return await _driven_in_loop(self._controlling(call, arguments, named))
 
+    def drop_roles(self) -> None:
+        """Forgets the roles of a worker that has ended in a process that goes on: what they hold is freed at once, and
+        their processes of user code end."""
+        self._contexts.clear()
+        self._roles.clear()
+
     def where(self) -> Whereabouts:
         """Each thread's open spans and stack; answers while work is busy."""
         return Whereabouts(threads=self._recorder.places(everyone=self._own_process))

@@ -204,6 +204,7 @@ class InlineProcess:
 
     def _end(self, reason: str) -> None:
         with self._lock:
+            was_dead = self._dead.is_set()
             self._dead.set()
             waiting, self._waiting = self._waiting, set()
         for future in waiting:
@@ -211,6 +212,14 @@ class InlineProcess:
                 future.set_exception(GoneError(reason))
         for pool in (self._work, self._control, self._ask):
             pool.shutdown(wait=False, cancel_futures=True)
+        if not was_dead:
+            threading.Thread(target=self._drop_roles, name="ending", daemon=True).start()
+
+    def _drop_roles(self) -> None:
+        """When the last call has returned."""
+        for pool in (self._work, self._control, self._ask):
+            pool.shutdown()
+        self._host.drop_roles()
 
     def _submit(self, pool: ThreadPoolExecutor, run: Callable[[], Value]) -> Awaitable[Value]:
         """A future that is resolved by the thread or by `kill`, whichever comes first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
@@ -69,6 +70,7 @@ class EpisodeRunner(EpisodeSource):
         self._context, self._spec = context, spec
         self._output = OutputCap(f"the environment of {context.worker}")
         self._host = EnvironmentHost(spec.environment, output=self._output)  # starts while the tokenizer is read
+        weakref.finalize(self, self._host.close)  # a role that is dropped with its worker
         tokenizer = load_tokenizer(spec.model)
         self._tokenizer = TurnTokenizer(tokenizer, hidden_tools=spec.environment.hidden_tools)
         self._parted_stops = partial(parted_stops, tokenizer)
