@@ -93,7 +93,7 @@ def read_metrics(path: str | Path) -> list[StepMetrics]:
         lines.pop()
     metrics: list[StepMetrics] = []
     for number, line in enumerate(lines, start=1):
-        parsed = _parsed(line)
+        parsed = parse_line(line)
         if parsed is not None:
             metrics.append(parsed)
         elif number < len(lines):
@@ -112,7 +112,7 @@ def read_last_metrics(path: Path) -> list[StepMetrics]:
             text = file.read().decode("utf-8", errors="replace")
     except OSError:
         return []
-    parsed = (_parsed(line) for line in text.split("\n"))
+    parsed = (parse_line(line) for line in text.split("\n"))
     return [metrics for metrics in parsed if metrics is not None]
 
 
@@ -130,7 +130,8 @@ def json_value(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _parsed(line: str) -> StepMetrics | None:
+def parse_line(line: str | bytes) -> StepMetrics | None:
+    """The metrics of a line of the file; None if it is not whole, or none that Podium wrote."""
     try:
         fields = json.loads(line)
         step, time_s = int(fields.pop("step")), float(fields.pop("time_s"))

@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Literal
 
 from podium.observe.causes import CAUSES, Cause, is_idle
-from podium.observe.timeline import STEPS, TAIL, TimelineSpan, TimelineWorker, read_timeline
+from podium.observe.timeline import STEPS, TAIL, TimelineSpan, TimelineWorker
 from podium.observe.timing import NESTED
 from podium.planning.alarms import Metrics, alarms_of
-from podium.planning.run_records import heldout_lines, opened, program_of, step_lines
+from podium.planning.run_records import heldout_lines, newest_spans, opened, program_of, step_lines
 from podium.planning.suggestion import ALARM, SUGGESTION, suggestion_lines
 from podium.recipe import OnPolicyRecipe, Recipe
 from podium.runs.accounting import WorkerTime, worker_times
 
-# Of the timeline: an hour of a large run, read in a second.
-_TIMELINE_BYTES = 8 << 20
 # Waits below this share of the time after start-up are no finding, nor is a worker that is less busy than this.
 _WAIT, _BUSY = 0.15, 0.6
 # A generator whose engine steps take so many times those of the others is slow; fewer steps than that say nothing.
@@ -64,13 +62,14 @@ class Finding:
     text: str
 
 
-def findings_of(run: Path) -> list[Finding]:
-    """All that stands out, the most important first, without suggestions."""
+def findings_of(run: Path, spans: Sequence[TimelineSpan] | None = None) -> list[Finding]:
+    """All that stands out, the most important first, without suggestions. `spans`: those of the newest part of its
+    timeline, where somebody has read them already."""
     folder = opened(run)
     recipe = program_of(folder)
     steps = step_lines(folder)
     alarms = list(alarms_of(recipe, steps, heldout_lines(folder)))
-    spans = list(read_timeline(run, most_bytes=_TIMELINE_BYTES))
+    spans = newest_spans(run) if spans is None else spans
     found = [Finding(kind="alarm", about="learning", text=text) for text in alarms]
     found += [Finding(kind="note", about="learning", text=text) for text in age_texts(recipe, steps)]
     found += [Finding(kind="alarm", about="time", text=text) for text in slow_generators(spans)]
@@ -78,9 +77,9 @@ def findings_of(run: Path) -> list[Finding]:
     return found
 
 
-def suggestions_of(run: Path) -> list[Finding]:
+def suggestions_of(run: Path, spans: Sequence[TimelineSpan] | None = None) -> list[Finding]:
     """What would be faster, where the metrics have no alarm: runs are simulated, which takes a second or more."""
-    lines = [line for line in suggestion_lines(run) if not line.startswith(ALARM)]
+    lines = [line for line in suggestion_lines(run, spans) if not line.startswith(ALARM)]
     return [Finding(kind="suggestion", about="time", text=line.removeprefix(SUGGESTION)) for line in lines]
 
 

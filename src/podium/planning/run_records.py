@@ -9,12 +9,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, overload
 
 from podium.controller.layout import num_learners
 from podium.controller.ledger import LEDGER_FILE
 from podium.errors import RunFolderError
-from podium.observe import read_metrics
+from podium.observe.metrics import parse_line
 from podium.observe.timeline import CONTROLLER, EngineSteps, TimelineSpan, engine_steps, read_timeline
 from podium.planning.prediction import LAYOUTS, Configuration, LayoutName, Workload
 from podium.recipe import OnPolicyRecipe, Recipe
@@ -105,8 +105,9 @@ def decode_points(records: RunRecords, *, most_prefill: float = 0.05) -> tuple[D
     )  # fmt: skip
 
 
-def read_records(path: Path) -> RunRecords:
-    """The records of a run on Ray or inline. Raises a RunFolderError for one that has too few steps."""
+def read_records(path: Path, spans: Sequence[TimelineSpan] | None = None) -> RunRecords:
+    """The records of a run on Ray or inline. Raises a RunFolderError for one that has too few steps. `spans`: those of
+    the newest part of its timeline, where somebody has read them already."""
     folder = opened(path)
     recipe = folder.recipe(needs_environment=False)
     if not isinstance(recipe, OnPolicyRecipe):
@@ -122,7 +123,7 @@ def read_records(path: Path) -> RunRecords:
         )
     begin = max(begin, end - _MOST_STEPS)
     kept = lines[begin:end]
-    spans = list(read_timeline(path, most_bytes=_TIMELINE_BYTES))
+    spans = newest_spans(path) if spans is None else spans
     is_synchronous = any("time/rollout_s" in values for _, values in kept)
     num_before = 0 if is_synchronous else min(begin, staleness + 1)
     groups = _groups(path, lines[begin - num_before][0], lines[-1][0])
@@ -141,6 +142,11 @@ def read_records(path: Path) -> RunRecords:
     )
 
 
+def newest_spans(path: Path) -> list[TimelineSpan]:
+    """Of the timeline of a run, what is read in a second."""
+    return list(read_timeline(path, most_bytes=_TIMELINE_BYTES))
+
+
 def opened(path: Path) -> RunFolder:
     """The folder of one run."""
     if path.is_dir() and is_pipeline_folder(path):
@@ -148,16 +154,56 @@ def opened(path: Path) -> RunFolder:
     return RunFolder.open(path)
 
 
-def step_lines(folder: RunFolder) -> list[tuple[int, Mapping[str, float]]]:
-    """Number and metrics of all steps."""
-    lines = read_metrics(folder.metrics_file) if folder.metrics_file.is_file() else []
-    return [(line.step, line.values) for line in lines if "step_s" in line.values]
+class StepLines(Sequence[tuple[int, Mapping[str, float]]]):
+    """Number and metrics of lines, each parsed when somebody looks at it: of a long run only the first and the last
+    ones matter. A line that no run wrote is an error then."""
+
+    def __init__(self, path: Path, lines: Sequence[bytes]) -> None:
+        self._path, self._lines = path, lines
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[int, Mapping[str, float]]: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[tuple[int, Mapping[str, float]]]: ...
+
+    def __getitem__(self, at: int | slice) -> tuple[int, Mapping[str, float]] | list[tuple[int, Mapping[str, float]]]:
+        """One line, or several."""
+        return (
+            [self._parsed(line) for line in self._lines[at]] if isinstance(at, slice) else self._parsed(self._lines[at])
+        )
+
+    def _parsed(self, line: bytes) -> tuple[int, Mapping[str, float]]:
+        found = parse_line(line)
+        if found is None:
+            raise RunFolderError(
+                f"{self._path} has a line that Podium did not write ({line[:60]!r}). Something else changed the file; "
+                "remove that line, or move the file away."
+            )
+        return found.step, found.values
 
 
-def heldout_lines(folder: RunFolder) -> list[tuple[int, Mapping[str, float]]]:
-    """Step and metrics of all evaluations."""
-    lines = read_metrics(folder.metrics_file) if folder.metrics_file.is_file() else []
-    return [(line.step, line.values) for line in lines if any(name.startswith("heldout/") for name in line.values)]
+def step_lines(folder: RunFolder) -> StepLines:
+    """All steps."""
+    return _lines_with(folder, b'"step_s"')
+
+
+def heldout_lines(folder: RunFolder) -> StepLines:
+    """All evaluations."""
+    return _lines_with(folder, b'"heldout/')
+
+
+def _lines_with(folder: RunFolder, name: bytes) -> StepLines:
+    """The lines of the metrics that have a name. The last line of a run that was killed may not be whole."""
+    path = folder.metrics_file
+    content = path.read_bytes() if path.is_file() else b""
+    found = [line for line in content.split(b"\n") if name in line]
+    if found and parse_line(found[-1]) is None and content.endswith(found[-1]):
+        found.pop()
+    return StepLines(path, found)
 
 
 def configuration_of(recipe: OnPolicyRecipe, kind: Literal["auto", "cpu", "cuda"] | None = None) -> Configuration:

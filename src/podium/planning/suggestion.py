@@ -5,10 +5,11 @@ episodes as it was, and with each change. While the metrics have an alarm, that 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from podium.observe.timeline import TimelineSpan
 from podium.planning.alarms import alarm_of
 from podium.planning.prediction import Configuration, Prediction, Workload, predict
 from podium.planning.run_costs import RunCosts, estimate_costs, num_repeated
@@ -48,15 +49,16 @@ class Suggestion:
         return f"{reason}{changes} saves about {_seconds(self.saved_s)} of {_seconds(self.step_s)} a step{age}"
 
 
-def suggestion_lines(run: Path) -> list[str]:
-    """What to look at after a run: an alarm, a suggestion, or nothing. Never raises, and takes a second or two."""
+def suggestion_lines(run: Path, spans: Sequence[TimelineSpan] | None = None) -> list[str]:
+    """What to look at after a run: an alarm, a suggestion, or nothing. Never raises, and takes a second or two.
+    `spans`: those of its timeline, where somebody has read them already."""
     try:
-        return _lines(run)
+        return _lines(run, spans)
     except Exception:  # records that are damaged or incomplete: a run that has ended well must not end in this
         return []
 
 
-def _lines(run: Path) -> list[str]:
+def _lines(run: Path, spans: Sequence[TimelineSpan] | None) -> list[str]:
     folder = opened(run)
     recipe = program_of(folder)
     if not isinstance(recipe, OnPolicyRecipe):
@@ -66,7 +68,7 @@ def _lines(run: Path) -> list[str]:
         return [f"{ALARM}{alarm}"]
     if recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt > _MOST_EPISODES:
         return [f"what would be faster: podium plan --from {run}"]
-    found = suggest(estimate_costs(read_records(run)))
+    found = suggest(estimate_costs(read_records(run, spans)))
     return [] if found is None else [f"{SUGGESTION}{found.text}"]
 
 
