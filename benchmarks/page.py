@@ -5,7 +5,7 @@
 
 The first answers are those of a fresh server: nothing is in memory, and there is no index of rollouts. `--episodes` are
 those of one step; one file of rollouts is written, and all steps link to it. `--wait-index` seconds are given to the
-index, after which the addresses that use it are asked again.
+index at most, after which the addresses that use it are asked.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -79,14 +80,37 @@ def measure(server: PageServer, steps: int, wait_index_s: float) -> None:
         asked(server, f"/api/runs/run0{path}")
     if not wait_index_s:
         return
-    until_s = time.monotonic() + wait_index_s
-    progress = {"done": 0, "of": 1}
-    while time.monotonic() < until_s and progress["done"] < progress["of"]:
+    progress = get(server, "/api/runs/run0/rollouts?size=1")["index"]
+    first, begin_s = progress["done"], time.monotonic()
+    while time.monotonic() < begin_s + wait_index_s and progress["done"] < progress["of"]:
+        time.sleep(1.0)
         progress = get(server, "/api/runs/run0/rollouts?size=1")["index"]
-        time.sleep(2.0)
-    print(f"index: {progress['done']:,} of {progress['of']:,} episodes")
-    for path in ("?sort=reward", "?sort=-length&page=100", "?sort=-reward&q=needle", "?source=b&sort=-reward"):
+    rate = (progress["done"] - first) / (time.monotonic() - begin_s)
+    size = sum(file.stat().st_size for file in (server.site.catalogue.folder / ".cache").iterdir())
+    print(
+        f"index: {progress['done']:,} of {progress['of']:,} episodes, {rate:,.0f} a second; "
+        f"{size / 1e6:,.0f} MB, {size / max(1, progress['done']):.0f} bytes an episode"
+    )
+    last_page = max(1, progress["done"] // 50)
+    for path in (
+        "?sort=reward",
+        "?sort=reward",
+        "?sort=-length&page=100",
+        f"?sort=-reward&page={last_page // 2}",
+        f"?sort=step&page={last_page}",
+        "?source=b&sort=-reward",
+        "?group=3&sort=-step",
+    ):
         asked(server, f"/api/runs/run0/rollouts{path}")
+    begin_s = time.monotonic()
+    while True:  # a search goes on with the next request
+        asked(server, "/api/runs/run0/rollouts?sort=-reward&q=needle")
+        if get(server, "/api/runs/run0/rollouts?sort=-reward&q=needle").get("is_whole"):
+            break
+        if time.monotonic() > begin_s + wait_index_s:
+            print("the search did not end")
+            break
+    print(f"the whole search took {time.monotonic() - begin_s:.1f} s")
 
 
 def asked(server: PageServer, path: str) -> float:
@@ -98,10 +122,9 @@ def asked(server: PageServer, path: str) -> float:
     return seconds
 
 
-def get(server: PageServer, path: str) -> dict[str, dict[str, int]]:
+def get(server: PageServer, path: str) -> Any:
     with urllib.request.urlopen(server.url.rstrip("/") + path, timeout=300) as answer:
-        found: dict[str, dict[str, int]] = json.load(answer)
-    return found
+        return json.load(answer)
 
 
 def make_run(runs: Path, name: str, *, steps: int, metrics: int) -> None:

@@ -239,6 +239,33 @@ def test_rollouts_are_searched_sorted_and_paged(open_page: OpenPage, address: st
     expect(page.locator(".episode")).to_have_count(4)
 
 
+def test_the_rest_of_a_long_answer_is_a_click_away(
+    open_page: OpenPage, serve: Serve, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("podium.ui.rollout_groups._MOST_OF_EPISODE", 12)
+    monkeypatch.setattr("podium.ui.rollout_groups._MOST_EPISODES", 3)
+    with serve(runs) as url:
+        page = open_page(f"{url}#/run/agent/rollouts/6/33")
+        answers = page.locator(".episode")
+        expect(answers).to_have_count(3)
+        expect(answers.first.locator(".token")).to_have_count(12)
+        expect(answers.first.locator(".left-out")).to_contain_text("more tokens are left out.")
+        page.get_by_role("link", name="Next answers").click()
+        expect(answers).to_have_count(1)
+        expect(page.get_by_text("Answers 4 to 4 of 4")).to_be_visible()
+        page.get_by_role("link", name="First answers").click()
+        expect(answers).to_have_count(3)
+
+        answers.first.get_by_role("link", name="This answer alone").click()
+        expect(answers).to_have_count(1)
+        page.get_by_role("link", name="Next tokens").click()
+        expect(page.locator(".left-out")).to_contain_text("These are the tokens from 12 on.")
+        answers.locator(".token").first.hover()
+        expect(page.locator("#tooltip")).to_contain_text("position 12")
+        page.get_by_role("link", name="All answers of the group").click()
+        expect(answers).to_have_count(3)
+
+
 def test_turns_show_tool_calls(open_page: OpenPage, address: str) -> None:
     page = open_page(f"{address}#/run/agent/rollouts/6/33?view=turns")
     card = page.locator(".episode").first

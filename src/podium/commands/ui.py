@@ -30,6 +30,7 @@ def ui(
     from podium.ui.server import PageServer
 
     server = PageServer(folder, host=host, port=port, cache=_cache_of(folder))
+    server.prepare()
     typer.echo(f"{folder}: open {server.url} (Ctrl-C ends it)")
     if server.access.token is not None:
         typer.echo("Everybody who has this address can read all runs of the folder. The connection is not encrypted.")

@@ -11,10 +11,14 @@ from typing import Any
 
 from podium.ui.answers import PageError, Query
 from podium.ui.apart import Apart
-from podium.ui.rollout_index import SORTS, RolloutFilter, RolloutIndex
-from podium.ui.rollout_reading import FOLDER, episodes, step_files, summary_rows, texts_of
+from podium.ui.rollout_columns import SORTS, RolloutFilter
+from podium.ui.rollout_groups import read_group
+from podium.ui.rollout_index import RolloutIndex
+from podium.ui.rollout_reading import FOLDER, step_files, summary_rows, texts_of
 
 _SIZE, _MOST_SIZE, _MOST_PAGES = 50, 500, 1_000_000
+# Characters of a search, and the number of an episode or token.
+_MOST_SEARCH, _MOST_NUMBER = 1000, 1 << 31
 # How long a request waits for a small index, and searches in a large one.
 _WAIT_S, _SEARCH_S = 0.5, 1.5
 Json = dict[str, Any]
@@ -47,6 +51,8 @@ class RunRollouts:
         number = query.whole("page", 1, least=1, most=_MOST_PAGES)
         size = query.whole("size", _SIZE, least=1, most=_MOST_SIZE)
         step = query.optional_whole("step")
+        if len(query.text("q")) > _MOST_SEARCH:
+            raise PageError(414, f"the text to search for has more than {_MOST_SEARCH} characters. Take a part of it.")
         wanted = RolloutFilter(
             sort=sort,
             search=query.text("q"),
@@ -118,9 +124,15 @@ class RunRollouts:
             "index": {"done": len(rows), "of": len(rows)},
         }
 
-    def group(self, step: int, group: int) -> Json:
-        """All episodes of one group, with the groups before and after it in the file."""
-        return episodes(self._file(step_files(self._run), step), group)
+    def group(self, step: int, group: int, query: Query) -> Json:
+        """The episodes of one group, or one of them; of long ones a part."""
+        return read_group(
+            self._file(step_files(self._run), step),
+            group,
+            sample=query.optional_whole("sample"),
+            first_episode=query.whole("episode", 0, least=0, most=_MOST_NUMBER),
+            first_token=query.whole("token", 0, least=0, most=_MOST_NUMBER),
+        )
 
     def _file(self, files: Mapping[int, Path], step: int) -> Path:
         if step in files:

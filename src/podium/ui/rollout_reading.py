@@ -7,44 +7,36 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from podium.ui.answers import PageError
+
+if TYPE_CHECKING:
+    import pyarrow
 
 FOLDER = "rollouts"
 _NAME = re.compile(r"step-(\d{1,12})\.parquet")
 # Characters of prompt and answer in a row of the table.
 PREVIEW = 120
-# Of one episode as the page gets it: a longer one is cut, and says so.
-_MOST_TOKENS, _MOST_EPISODES = 50_000, 256
-_PER_TOKEN = (
-    "tokens", "texts", "loss_mask", "log_probs", "versions", "advantages", "reference_log_probs", "teacher_log_probs",
-    "values", "returns",
-)  # fmt: skip
-_SMALL = ("group", "sample", "source", "row", "prompt_tokens", "reward", "rewards", "ending", "trained")
+# Rows that are in memory with their whole texts.
+_BATCH = 512
+# How messages begin in the files of a run, and what only those of others have.
+_ANSWER, _QUESTION, _OTHER_ORDER = '{"role": "assistant"', '{"role": "user"', ', "role": "'
+_DECODER = json.JSONDecoder()
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class StepFile:
-    """The file of one step."""
-
-    step: int
-    path: Path
-    stamp: str  # differs if it was replaced
-
-
 def step_files(run: Path) -> dict[int, Path]:
-    """Step -> file, in ascending order. Links are left out: they may lead out of the folder."""
+    """Step -> file, in ascending order. Links are left out: they may lead out of the folder. So is what is no file:
+    reading a pipe would never end."""
     try:
         with os.scandir(run / FOLDER) as entries:
             found = {
                 int(name[1]): Path(each.path)
                 for each in entries
-                if (name := _NAME.fullmatch(each.name)) is not None and not each.is_symlink()
+                if (name := _NAME.fullmatch(each.name)) is not None and each.is_file(follow_symlinks=False)
             }
     except OSError:
         return {}
@@ -72,101 +64,85 @@ def num_rows(path: Path) -> int:
 
 def summary_rows(path: Path, step: int, *, texts: bool = False) -> list[Json]:
     """All episodes of a file without their tokens. `texts`: with the whole messages as `messages`, to search in."""
-    columns = _columns(path, (*_SMALL, "messages", "loss_mask"))
-    try:
-        return _rows(columns, step, texts=texts)
-    except (TypeError, ValueError) as error:  # columns of other types than those of a run
-        raise _unreadable(path, error) from error
-
-
-def _rows(columns: Mapping[str, list[Any]], step: int, *, texts: bool) -> list[Json]:
-    rows = []
-    count = len(next(iter(columns.values()), ()))
-    lengths = columns.get("loss_mask") or [None] * count
-    for at in range(count):
-        row = {name: columns[name][at] if name in columns else None for name in _SMALL}
-        prompt_tokens = row.pop("prompt_tokens") or 0
-        length = lengths[at]
-        messages = columns["messages"][at] if "messages" in columns else None
-        rows.append({
-            **row,
-            "step": step,
-            "group": at if row["group"] is None else row["group"],
-            "sample": 0 if row["sample"] is None else row["sample"],
-            "rewards": dict(row["rewards"] or ()),
-            "length": None if length is None else max(0, length - prompt_tokens),
-            "preview": preview_of(messages),
-            **({"messages": messages or ""} if texts else {}),
-        })  # fmt: skip
+    rows: list[Json] = summary_table(path, texts=texts).to_pylist()
+    for row in rows:
+        row |= {"step": step, "rewards": dict(row["rewards"] or ())}
+        if texts:
+            row["messages"] = row["messages"] or ""
     return rows
 
 
-def _columns(path: Path, names: Sequence[str]) -> dict[str, list[Any]]:
-    """The columns that the file has. Of `loss_mask` only the lengths: it is the smallest column with one value per
-    token."""
-    import pyarrow.compute as pc
+def summary_table(path: Path, *, texts: bool = False) -> pyarrow.Table:
+    """The same as columns, each of one type whatever the file has."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path)
-        present = set(file.schema_arrow.names)
-        counted = next((name for name in ("loss_mask", "tokens") if name in present), None)
-        wanted = [name for name in names if name in present and name != "loss_mask"]
-        table = file.read(columns=[*wanted, *([counted] if counted else [])])
-        columns = {name: table.column(name).to_pylist() for name in wanted}
-        if counted is not None:
-            columns["loss_mask"] = pc.list_value_length(table.column(counted)).to_pylist()
+        with pq.ParquetFile(path) as file:
+            present = set(file.schema_arrow.names)
+            # The smallest column with one value per token says how many there are.
+            counted = next((name for name in ("loss_mask", "tokens") if name in present), None)
+            wanted = [name for name in (*_types(), "messages", "prompt_tokens") if name in present]
+            names = [*wanted, *([counted] if counted else [])]
+            if not names:  # columns of something else: as many rows without a value
+                names = file.schema_arrow.names[:1]
+            previews, parts, num_read = Previews(), [], 0
+            for batch in file.iter_batches(batch_size=_BATCH, columns=names):
+                parts.append(_summary(batch, num_read, counted, previews, texts=texts))
+                num_read += batch.num_rows
+            return pa.concat_tables(parts) if parts else _summary(pa.table({}), 0, None, previews, texts=texts)
     except Exception as error:  # pyarrow raises many kinds
-        raise _unreadable(path, error) from error
-    return columns
+        raise unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> PageError:
+def _types() -> dict[str, Any]:
+    import pyarrow as pa
+
+    return {
+        "group": pa.int64(), "sample": pa.int64(), "source": pa.string(), "row": pa.int64(), "reward": pa.float64(),
+        "rewards": pa.map_(pa.string(), pa.float64()), "ending": pa.string(), "trained": pa.bool_(),
+    }  # fmt: skip
+
+
+def _summary(batch: Any, begin: int, counted: str | None, previews: Previews, *, texts: bool) -> pyarrow.Table:
+    """`begin`: rows of the file before this batch."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    count, present = batch.num_rows, set(batch.schema.names)
+
+    def column(name: str, kind: Any) -> Any:
+        return batch.column(name).cast(kind) if name in present else pa.nulls(count, kind)
+
+    columns = {name: column(name, kind) for name, kind in _types().items()}
+    columns["group"] = pc.coalesce(columns["group"], pa.array(range(begin, begin + count), pa.int64()))
+    columns["sample"] = pc.fill_null(columns["sample"], 0)
+    columns["length"] = pa.nulls(count, pa.int32())
+    if counted is not None:
+        prompts = pc.fill_null(column("prompt_tokens", pa.int64()), 0)
+        lengths = pc.subtract(pc.list_value_length(batch.column(counted)).cast(pa.int64()), prompts)
+        columns["length"] = pc.max_element_wise(lengths, 0, skip_nulls=False).cast(pa.int32())
+    is_text = "messages" in present and _is_text(batch.schema.field("messages").type)
+    messages = column("messages", pa.string()) if is_text else pa.nulls(count, pa.string())
+    columns["preview"] = pa.array([previews.of(each) for each in messages.to_pylist()], pa.string())
+    return pa.table({**columns, **({"messages": messages} if texts else {})})
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind))
+
+
+def unreadable(path: Path, error: Exception) -> PageError:
+    """What to say of a file that cannot be read."""
     if isinstance(error, FileNotFoundError):
         return PageError(404, f"{path} is gone: a resumed run has removed it. Reload the list of rollouts.")
     reason = str(error).splitlines()[0] if str(error) else ""
     return PageError(422, f"{path} cannot be read ({type(error).__name__}: {reason}). Remove it, or restore it.")
 
 
-def episodes(path: Path, group: int) -> Json:
-    """All episodes of one group with everything that is known of them."""
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(path)
-        found: list[Json] = []
-        for part in range(file.num_row_groups):
-            if "group" not in file.schema_arrow.names:
-                raise ValueError("it has no column `group`")
-            mask = pc.equal(file.read_row_group(part, columns=["group"]).column("group"), group)
-            if pc.any(mask).as_py():
-                found += file.read_row_group(part).filter(mask).to_pylist()
-    except Exception as error:
-        raise _unreadable(path, error) from error
-    if not found:
-        raise PageError(404, f"{path} has no group {group}. Go back to the list of rollouts.")
-    try:
-        found.sort(key=lambda row: row.get("sample") or 0)
-        shown = [_whole(row) for row in found[:_MOST_EPISODES]]
-    except (TypeError, ValueError) as error:
-        raise _unreadable(path, error) from error
-    return {"episodes": shown, "left_out": len(found) - len(shown)}
-
-
-def _whole(row: Mapping[str, Any]) -> Json:
-    """One row. Messages as values; only the first tokens of a very long episode."""
-    whole = dict(row)
-    whole["messages"] = _messages(row.get("messages"))
-    whole["rewards"] = dict(row.get("rewards") or ())
-    tokens = row.get("tokens") or ()
-    if len(tokens) > _MOST_TOKENS:
-        whole |= {name: row[name][:_MOST_TOKENS] for name in _PER_TOKEN if row.get(name) is not None}
-        whole["tokens_left_out"] = len(tokens) - _MOST_TOKENS
-    return whole
-
-
-def _messages(text: Any) -> list[Any]:
+def messages_of(text: Any) -> list[Any]:
     """The messages of an episode; a text that is no JSON is shown as it is."""
     try:
         found = json.loads(text) if isinstance(text, str) else None
@@ -175,9 +151,33 @@ def _messages(text: Any) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
+class Previews:
+    """Previews of many episodes, as `preview_of` makes them. Only the last question and answer are parsed, and the
+    question once for all episodes of a group."""
+
+    def __init__(self) -> None:
+        self._before, self._asked = "", ""
+
+    def of(self, messages: str | None) -> str:
+        """Of one episode."""
+        at = -1 if messages is None else messages.rfind(_ANSWER)
+        if messages is None or at < 0 or messages.find(_QUESTION, at) >= 0 or _OTHER_ORDER in messages:
+            return preview_of(messages)
+        try:
+            answered = _beginning(_DECODER.raw_decode(messages, at)[0])
+            before = messages[:at]
+            if before != self._before:
+                place = before.rfind(_QUESTION)
+                self._asked = "" if place < 0 else _beginning(_DECODER.raw_decode(messages, place)[0]) + " → "
+                self._before = before
+        except (ValueError, RecursionError):
+            return preview_of(messages)
+        return self._asked + answered
+
+
 def preview_of(messages: Any) -> str:
     """The last prompt and the beginning of the last answer in one line."""
-    found = [each for each in _messages(messages) if isinstance(each, Mapping)]
+    found = [each for each in messages_of(messages) if isinstance(each, Mapping)]
     asked = next((each for each in reversed(found) if each.get("role") == "user"), None)
     answered = next((each for each in reversed(found) if each.get("role") == "assistant"), None)
     parts = [_beginning(each) for each in (asked, answered) if each is not None]
@@ -187,13 +187,16 @@ def preview_of(messages: Any) -> str:
 def _beginning(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     text = content if isinstance(content, str) else "" if content is None else json.dumps(content, ensure_ascii=False)
-    line = " ".join(text[: 4 * PREVIEW].split())
-    return line if len(line) <= PREVIEW else line[: PREVIEW - 1] + "…"
+    line = " ".join(text[: PREVIEW + 8].split())
+    if len(line) <= PREVIEW < len(text):  # it has much space between its words
+        line = " ".join(text[: 4 * PREVIEW].split())
+    line = line if len(line) <= PREVIEW else line[: PREVIEW - 1] + "…"
+    return line if line.isascii() else line.encode("utf-8", "replace").decode("utf-8")
 
 
 def texts_of(messages: str) -> Iterator[str]:
     """What one can search in: the contents, not the JSON around them."""
-    for each in _messages(messages):
+    for each in messages_of(messages):
         if isinstance(each, Mapping):
             content = each.get("content")
             yield content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ from podium.observe.metrics import METRICS_FILE
 from podium.ui.apart import Apart
 
 _MOST_READ_S = 60.0
-# A run that goes on is looked at again after so many seconds, and after so many times what the last look took.
-_AGAIN_S, _AGAIN_TIMES = 10.0, 10.0
+# A run that goes on is looked at again after so many seconds, and after so many times what the last look took: it
+# takes at most 1% of a processor.
+_AGAIN_S, _AGAIN_TIMES = 10.0, 100.0
 Json = dict[str, Any]
 
 
@@ -45,29 +48,27 @@ class RunFindings:
 
     def _read(self, stamp: object) -> None:
         begin_s = time.monotonic()
-        found = self._apart.call(read_findings, self._run, most_s=_MOST_READ_S)
-        if self._is_pending:
-            self._found = found
-        if found is not None:  # simulations may take longer: they come second
-            found = found + (self._apart.call(read_suggestions, self._run, most_s=_MOST_READ_S) or [])
+        found: list[Json] | None = None
+        with contextlib.closing(self._apart.each(read_findings, self._run, most_s=_MOST_READ_S)) as parts:
+            for part in parts:
+                found = [*(found or ()), *part]
+                if self._is_pending:
+                    self._found = found
         end_s = time.monotonic()
         with self._lock:
             self._found, self._stamp, self._is_pending = found, stamp, False
             self._next_s = end_s + max(_AGAIN_S, _AGAIN_TIMES * (end_s - begin_s))
 
 
-def read_findings(run: Path) -> list[Json]:
-    """Findings as JSON. For a process of its own: only that one needs the planner."""
-    from podium.planning.findings import findings_of
+def read_findings(run: Path) -> Iterator[list[Json]]:
+    """Findings as JSON, and then suggestions: simulations may take longer. For a process of its own: only that one
+    needs the planner."""
+    from podium.planning.findings import findings_of, suggestions_of
+    from podium.planning.run_records import newest_spans
 
-    return [asdict(each) for each in findings_of(run)]
-
-
-def read_suggestions(run: Path) -> list[Json]:
-    """The same of suggestions."""
-    from podium.planning.findings import suggestions_of
-
-    return [asdict(each) for each in suggestions_of(run)]
+    spans = newest_spans(run)
+    yield [asdict(each) for each in findings_of(run, spans)]
+    yield [asdict(each) for each in suggestions_of(run, spans)]
 
 
 def _stamp(run: Path) -> tuple[tuple[str, int, int], ...]:

@@ -7,11 +7,12 @@ Names of files come from a fixed list, ids of runs from a listing, so no path is
 from __future__ import annotations
 
 import errno
+import http
 import http.server
 import socket
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,11 @@ _SECURITY = {
 }
 # Browsers open up to six streams for one page, and a few people look at once.
 _MOST_STREAMS = 32
+# Connections at once, each with a thread, and further ones that are told so.
+_MOST_CONNECTIONS, _MOST_REFUSALS, _REFUSAL_S = 128, 16, 2.0
 # A browser that neither sends nor takes anything for so long is gone.
 _SOCKET_S = 30.0
+_REFUSAL_BYTES = 1 << 16
 
 
 def assets() -> dict[str, bytes]:
@@ -68,6 +72,8 @@ class PageServer(http.server.ThreadingHTTPServer):
         self.assets = assets() if files is None else files
         self.stopping = threading.Event()
         self.streams = threading.BoundedSemaphore(_MOST_STREAMS)
+        self._connections = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._refusals = threading.BoundedSemaphore(_MOST_REFUSALS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _Handler)
@@ -91,6 +97,10 @@ class PageServer(http.server.ThreadingHTTPServer):
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.server_port}/" + (f"#token={self.access.token}" if self.access.token else "")
 
+    def prepare(self) -> None:
+        """Begins to import what answers that take long need. Without it the first of them takes a second longer."""
+        self.site.prepare()
+
     def stop(self) -> None:
         """Ends streams, threads and the server. Called from another thread than `serve_forever`."""
         self.stopping.set()
@@ -103,8 +113,44 @@ class PageServer(http.server.ThreadingHTTPServer):
         self.server_close()
         self.site.close()
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Gives a connection a thread. Where all are taken it is answered that, and where those that answer that are
+        taken too, it is closed."""
+        for slots, work in ((self._connections, self.process_request_thread), (self._refusals, self._refuse)):
+            if slots.acquire(blocking=False):
+                thread = threading.Thread(target=_released_after, args=(slots, work, request, client_address))
+                thread.daemon = True
+                try:
+                    thread.start()
+                    return
+                except RuntimeError:  # the system gives no more threads
+                    slots.release()
+        self.shutdown_request(request)
+
+    def _refuse(self, request: Any, client_address: Any) -> None:
+        """Reads what is asked, so that the answer arrives, and says that there are too many."""
+        text = f"{_MOST_CONNECTIONS} connections are open. Close some pages, and reload in half a minute."
+        body = json_text({"error": text}).encode()
+        head = f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: {_JSON}\r\nContent-Length: {len(body)}\r\n"
+        security = "".join(f"{name}: {value}\r\n" for name, value in _SECURITY.items())
+        try:
+            request.settimeout(_REFUSAL_S)
+            request.recv(_REFUSAL_BYTES)
+            request.sendall(f"{head}{security}Retry-After: 30\r\nConnection: close\r\n\r\n".encode() + body)
+        except OSError:
+            pass
+        finally:
+            self.shutdown_request(request)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that went away is no error."""
+
+
+def _released_after(slots: threading.BoundedSemaphore, work: Callable[..., None], *args: Any) -> None:
+    try:
+        work(*args)
+    finally:
+        slots.release()
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> PodiumError:
@@ -150,8 +196,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _refuse_method
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What Python's server has to say of a request that is none."""
+        self.close_connection = True
+        self._send_error(code, f"the request cannot be read: {message or http.HTTPStatus(code).phrase}. Use GET.")
+
     def _answer(self) -> None:
-        address = urlsplit(self.path)
+        try:
+            address = urlsplit(self.path)
+        except ValueError as error:
+            raise PageError(400, f"the request has no address ({error}). Open the page at / instead.") from error
         access = self.server.access
         if not access.allows_name(self.headers.get("Host")):
             raise PageError(

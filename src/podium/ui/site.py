@@ -83,6 +83,10 @@ class Site:
         self._looking = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="podium-ui-findings")
         self._waiting: dict[tuple[Path, float], concurrent.futures.Future[list[str]]] = {}
 
+    def prepare(self) -> None:
+        """Begins to import what processes for long work need."""
+        self._apart.prepare()
+
     def close(self) -> None:
         """Ends all threads and processes."""
         self._apart.close()
@@ -101,7 +105,7 @@ class Site:
             case ["api", "runs", run_id]:
                 return self._facts(self.catalogue.readable(run_id))
             case ["api", "runs", run_id, "rollouts", step, group]:
-                return self.data(run_id).rollouts.group(_number(step, "step"), _number(group, "group"))
+                return self.data(run_id).rollouts.group(_number(step, "step"), _number(group, "group"), query)
             case ["api", "runs", run_id, name] if name in _OF_RUN:
                 return _OF_RUN[name](self, run_id, query)
         raise PageError(404, f"there is nothing at {path[:200]!r}. Open the page at / instead.")

@@ -245,6 +245,7 @@ def test_lines_that_another_request_read_first_arrive_once(runs: Path, monkeypat
 def test_a_report_has_all_of_a_large_timeline(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timelines, "_NEWEST_BYTES", 1500)
     monkeypatch.setattr(Apart, "call", lambda self, function, *args, most_s: function(*args))
+    monkeypatch.setattr(Apart, "each", lambda self, function, *args, most_s: function(*args))
     summary = write_report(runs / "one", tmp_path / "report.html")
     accounting = _embedded(summary.file)["/api/runs/one/accounting"]
     assert (accounting["is_whole"], accounting["workers"][0]["total_s"]) == (True, pytest.approx(22.0))

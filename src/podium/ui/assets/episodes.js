@@ -3,6 +3,7 @@
 
 import { fetchJson, runPath } from "./api.js";
 import { choice, el, fill, tableOf } from "./dom.js";
+import { isReport } from "./embedded.js";
 import { number, plain } from "./formats.js";
 import { rewardBadge, rewardRange } from "./rollouts.js";
 import { addressOf, remember } from "./router.js";
@@ -14,10 +15,13 @@ const MOST_SIDE_BY_SIDE = 16;
 /** Shows a group. */
 export function showGroup(body, { run, route, signal }, step, group) {
   const query = { view: "tokens", color: "log_prob", ...route.query };
+  const isAlone = query.alone === "1";
+  const part = isAlone ? { sample: query.sample, token: query.token } : { episode: query.episode };
+  const place = `/rollouts/${encodeURIComponent(step)}/${encodeURIComponent(group)}`;
   loadInto(
     body,
-    () => fetchJson(runPath(run.id, `/rollouts/${encodeURIComponent(step)}/${encodeURIComponent(group)}`), { signal }),
-    (_, { episodes }) => {
+    () => fetchJson(runPath(run.id, place, part), { signal }),
+    (_, { episodes, first_episode: firstEpisode, left_out: leftOut }) => {
       if (!episodes?.length) {
         fill(
           body,
@@ -47,6 +51,9 @@ export function showGroup(body, { run, route, signal }, step, group) {
           view: state.view === "tokens" ? "" : state.view,
           color: state.color === "log_prob" ? "" : state.color,
           wide: state.wide ? "1" : "0",
+          alone: query.alone,
+          token: query.token,
+          episode: query.episode,
         });
         const shown = state.wide ? episodes.slice(0, MOST_SIDE_BY_SIDE) : [episodes[state.at]];
         const range = rewardRange(episodes);
@@ -54,7 +61,9 @@ export function showGroup(body, { run, route, signal }, step, group) {
         fill(legend, state.view === "tokens" ? tokenLegend(state.color, episodes) : null);
         fill(
           list,
-          shown.map((episode) => episodeCard(episode, state, range, episode === episodes[state.at])),
+          shown.map((episode) =>
+            episodeCard(episode, state, range, episode === episodes[state.at], leftOutLine(episode, route.parts, isAlone)),
+          ),
           state.wide && episodes.length > shown.length
             ? el("p", { class: "dim" }, `${episodes.length - shown.length} more: choose “one answer” to see them.`)
             : null,
@@ -151,6 +160,7 @@ export function showGroup(body, { run, route, signal }, step, group) {
           : null,
         legend,
         list,
+        otherAnswers(route.parts, isAlone, firstEpisode ?? 0, episodes.length, leftOut ?? 0),
       );
       draw();
     },
@@ -159,7 +169,46 @@ export function showGroup(body, { run, route, signal }, step, group) {
   );
 }
 
-function episodeCard(episode, state, range, current) {
+/** What of a long answer is not shown, with links to it. */
+function leftOutLine(episode, parts, isAlone) {
+  const first = episode.first_token ?? 0,
+    more = episode.tokens_left_out ?? 0,
+    characters = episode.characters_left_out ?? 0;
+  if (!first && !more && !characters) return null;
+  const link = (token, text) =>
+    el("a", { class: "button", href: addressOf(parts, { sample: episode.sample, alone: "1", token }) }, text);
+  return el(
+    "p",
+    { class: "dim small left-out" },
+    [
+      first ? `These are the tokens from ${number(first)} on.` : null,
+      more ? `${number(more)} more tokens are left out.` : null,
+      characters ? `${number(characters)} characters of its messages are left out.` : null,
+    ]
+      .filter(Boolean)
+      .join(" "),
+    " ",
+    isReport() || isAlone ? null : link("", "This answer alone"),
+    first ? link("", "← First tokens") : null,
+    isAlone && more ? link(first + (episode.loss_mask ?? episode.tokens ?? []).length, "Next tokens →") : null,
+  );
+}
+
+/** Links to the answers of a group that are not on this page. */
+function otherAnswers(parts, isAlone, first, count, leftOut) {
+  const link = (query, text) => el("a", { class: "button", href: addressOf(parts, query) }, text);
+  if (isAlone) return el("p", {}, link({}, "← All answers of the group"));
+  if (isReport() || (!first && !leftOut)) return null;
+  return el(
+    "p",
+    { class: "dim" },
+    `Answers ${first + 1} to ${first + count} of ${first + count + leftOut}. `,
+    first ? link({}, "← First answers") : null,
+    leftOut ? link({ episode: first + count }, "Next answers →") : null,
+  );
+}
+
+function episodeCard(episode, state, range, current, leftOut) {
   const components = Object.entries(rewardsOf(episode));
   return el(
     "article",
@@ -186,6 +235,7 @@ function episodeCard(episode, state, range, current) {
         )
       : null,
     state.view === "tokens" && hasTokens(episode) ? tokenView(episode, state.color) : turnsOf(episode),
+    leftOut,
   );
 }
 
@@ -262,6 +312,7 @@ function rewardsOf(episode) {
 }
 
 function sampledTokens(episode) {
+  if (episode.tokens_left_out || episode.first_token) return episode.num_tokens - (episode.prompt_tokens ?? 0);
   return (
     (episode.versions ?? episode.log_probs ?? []).filter((each) => each !== null).length ||
     (episode.tokens ?? []).length - (episode.prompt_tokens ?? 0)

@@ -99,7 +99,7 @@ function showList(body, { run, route, signal, onMetrics }) {
       }),
       { signal },
     );
-  let again = 0; // while the server reads the files, more rows are there each time
+  let again = 0; // while the server reads files, or searches on, more rows are there each time
   signal.addEventListener("abort", () => clearTimeout(again));
   const reload = loadInto(
     list,
@@ -110,8 +110,9 @@ function showList(body, { run, route, signal, onMetrics }) {
         steps,
         data.steps?.[0] !== undefined && data.steps[0] !== null ? `steps ${data.steps[0]} to ${data.steps[1]}` : "",
         isReading(data) ? `, ${percentOf(data.index)} of them read so far` : "",
+        data.is_whole === false ? ", searching older ones …" : "",
       );
-      if (isReading(data)) again = setTimeout(() => reload(true), READ_MS);
+      if (isReading(data) || data.is_whole === false) again = setTimeout(() => reload(true), READ_MS);
       fill(
         sources,
         (data.sources ?? []).map((source) => el("option", { value: source })),
@@ -143,9 +144,11 @@ function drawRows(container, data, run, change) {
     const title = data.total ? "No more rows" : "No episode matches";
     fill(
       container,
-      isReading(data)
-        ? stateBox(`Reading the rollouts: ${percentOf(data.index)} …`, "Nothing of what was read so far matches.")
-        : stateBox(title, "Search for something else, or clear steps and source."),
+      data.is_whole === false
+        ? stateBox("Searching …", "Nothing was found in the newest episodes. Older ones are searched now.")
+        : isReading(data)
+          ? stateBox(`Reading the rollouts: ${percentOf(data.index)} …`, "Nothing of what was read so far matches.")
+          : stateBox(title, "Search for something else, or clear steps and source."),
     );
     return;
   }

@@ -78,16 +78,17 @@ export function tokenView(episode, by) {
 }
 
 function tokensOf(episode) {
-  const at = (list, place) => list?.[place] ?? null;
+  const at = (list, place) => list?.[place] ?? null,
+    first = episode.first_token ?? 0;
   return episode.texts.map((text, place) => ({
     text,
-    place,
+    place: first + place,
     id: at(episode.tokens, place),
     logProb: at(episode.log_probs, place),
     version: at(episode.versions, place),
     advantage: at(episode.advantages, place),
     trained: Boolean(at(episode.loss_mask, place)),
-    prompt: place < (episode.prompt_tokens ?? 0),
+    prompt: first + place < (episode.prompt_tokens ?? 0),
   }));
 }
 
