@@ -22,7 +22,7 @@ from podium.runs.lineage import inputs_of, short
 from podium.runs.pipeline_folder import PipelineFolder
 from podium.runs.standing import changed_s, mapping_in, status_of, step_of
 from podium.ui.answers import PageError
-from podium.ui.catalogue import RunEntry
+from podium.ui.catalogue import RunEntry, stage_id
 
 _STEPS = re.compile(r"^steps: (\d+)$", re.MULTILINE)
 _FIRST_BYTES = 1 << 16
@@ -187,7 +187,7 @@ def _pipeline_facts(entry: RunEntry, row: Json) -> Json:
     stages = [
         {
             "name": name,
-            "id": f"{entry.id}:{name}",
+            "id": stage_id(entry.id, str(name)),
             "status": folder.record(name).status,
             "parents": list(state["parents"].get(name, ())),
         }
