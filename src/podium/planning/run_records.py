@@ -142,9 +142,9 @@ def read_records(path: Path, spans: Sequence[TimelineSpan] | None = None) -> Run
     )
 
 
-def newest_spans(path: Path) -> list[TimelineSpan]:
-    """Of the timeline of a run, what is read in a second."""
-    return list(read_timeline(path, most_bytes=_TIMELINE_BYTES))
+def newest_spans(path: Path, most_bytes: int = _TIMELINE_BYTES) -> list[TimelineSpan]:
+    """Of the timeline of a run, what is in the last bytes of its files."""
+    return list(read_timeline(path, most_bytes=most_bytes))
 
 
 def opened(path: Path) -> RunFolder:

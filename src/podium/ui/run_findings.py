@@ -15,7 +15,9 @@ from typing import Any
 from podium.observe.metrics import METRICS_FILE
 from podium.ui.apart import Apart
 
-_MOST_READ_S = 60.0
+_MOST_READ_S = 180.0
+# Of the timeline: some twenty thousand spans, whose time is accounted in a second.
+_TIMELINE_BYTES = 1 << 20
 # A run that goes on is looked at again after so many seconds, and after so many times what the last look took: it
 # takes at most 1% of a processor.
 _AGAIN_S, _AGAIN_TIMES = 10.0, 100.0
@@ -66,7 +68,7 @@ def read_findings(run: Path) -> Iterator[list[Json]]:
     from podium.planning.findings import findings_of, suggestions_of
     from podium.planning.run_records import newest_spans
 
-    spans = newest_spans(run)
+    spans = newest_spans(run, _TIMELINE_BYTES)
     yield [asdict(each) for each in findings_of(run, spans)]
     yield [asdict(each) for each in suggestions_of(run, spans)]
 
