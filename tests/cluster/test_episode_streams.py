@@ -26,7 +26,7 @@ from podium.cluster import (
 )
 from podium.data.tasks import IndexedTask
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
-from podium.errors import RoleError, WorkerDiedError
+from podium.errors import RoleError, RolloutError, WorkerDiedError
 from podium.roles.blocks import block_of, empty_block
 from podium.roles.carriers import PromptShard, SamplingPlan
 from podium.roles.episode_stream import EpisodeStream, Lost, run_all, streaming, to_free_lanes
@@ -50,6 +50,8 @@ class Source(EpisodeSource):
     def admit(self, shard: PromptShard, plan: SamplingPlan) -> None:
         if any(prompt.prompt_index == 13 for prompt in shard.prompts):
             raise ValueError("an unlucky prompt")
+        if any(prompt.prompt_index == 14 for prompt in shard.prompts):
+            self._is_abandoned = True  # a defect: the stream ends, and nobody asked for that
         self._jobs.extend(shard.ids)
 
     def give_back(self, ids: tuple[TrajectoryId, ...]) -> None:
@@ -192,6 +194,17 @@ def test_an_admission_that_fails_ends_the_iteration(in_cluster: Body) -> None:
     async def body(sources: Sources) -> None:
         with pytest.raises(RoleError, match="an unlucky prompt"):
             await run_all(sources, _prompts(12, 13), 1, PLAN)
+
+    in_cluster(body)
+
+
+def test_verl_6387_a_stream_that_ends_unasked_is_an_error_and_no_end(in_cluster: Body) -> None:
+    """There, a rollouter that had failed still put the end of its stream into the queue, which the trainer took for the
+    end of the data."""
+
+    async def body(sources: Sources) -> None:
+        with pytest.raises(RolloutError, match="ended its stream of episodes, and nobody asked it to"):
+            await run_all(sources, _prompts(11, 12, 14, 15), 1, PLAN)
 
     in_cluster(body)
 

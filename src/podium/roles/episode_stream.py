@@ -14,7 +14,7 @@ from podium.cluster import Metric, RoleGroup, RowRefs, ShardResult, WorkerId
 from podium.cluster.results import reduce_metrics
 from podium.data.tasks import IndexedTask
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
-from podium.errors import WorkerDiedError
+from podium.errors import RolloutError, WorkerDiedError
 from podium.roles.carriers import PromptShard, SamplingPlan
 from podium.roles.interfaces import EpisodeSource
 
@@ -197,6 +197,14 @@ class EpisodeStream:
                 self._arrivals.put_nowait(block)
             if rank in self._retired:
                 self._arrivals.put_nowait(Left(rank=rank))
+            elif rank not in self._finished:
+                self._arrivals.put_nowait(
+                    RolloutError(
+                        f"{worker} has ended its stream of episodes, and nobody asked it to: {self._num_open[rank]} "
+                        "episodes have no end. This is a defect of Podium or of the engine: please report it with the "
+                        "run folder. What was committed can be resumed."
+                    )
+                )
         except WorkerDiedError as error:
             self._arrivals.put_nowait(Lost(rank=rank, worker=worker, error=error))
         except Exception as error:

@@ -23,7 +23,7 @@ from podium.controller.run import OnPolicyRun
 from podium.controller.scheduler import GroupScheduler
 from podium.data.tasks import IndexedTask
 from podium.data.trajectories import TrajectoryId
-from podium.errors import ClusterError, DataError, InvariantError, WorkerDiedError
+from podium.errors import ClusterError, DataError, InvariantError, ProgramError, WorkerDiedError
 from podium.roles.episode_stream import Lost
 from podium.runs.showing import show_lines
 from podium.weights.weight_transfers import ByStore
@@ -366,6 +366,41 @@ def test_a_failure_beside_the_program_ends_the_run(
     monkeypatch.setattr(role, method, fail_to_iterate if role is FakeStream else fail)
     with pytest.raises(ClusterError, match=f"{method} failed"):
         Trial(tmp_path, *SPLIT, "rollout.staleness=1").run()
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_verl_6387_generation_that_fails_is_not_reported_as_the_end_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    """There, a failure of the rollouter became the sentinel that ends a run, and the job was reported as successful.
+    Here the run fails with that error, is not finished, and can be resumed after the last step it committed."""
+    original = FakeStream.__aiter__
+
+    async def fail_later(self: FakeStream) -> AsyncIterator[Any]:
+        async for block in original(self):
+            if 10 in block.ids.array_N4[:, 0]:  # of the third step
+                raise RuntimeError("injected rollout failure")
+            yield block
+
+    monkeypatch.setattr(FakeStream, "__aiter__", fail_later)
+    trial = Trial(tmp_path, *SPLIT, f"rollout.staleness={staleness}", "checkpoint.every=1")
+    run = OnPolicyRun(trial.parts, trial.state)
+    with pytest.raises(RuntimeError, match="injected rollout failure"):
+        asyncio.run(trial._program(run))
+    with pytest.raises(ProgramError, match="before the loop over"):
+        run.require_finished()
+    assert run.num_committed <= 2
+    assert sorted(trial.metric("step_s")) == list(range(1, run.num_committed + 1))
+
+    monkeypatch.setattr(FakeStream, "__aiter__", original)
+    step = run.num_committed
+    saved = trial.bandit.saves["policy"][step] if step else None
+    resumed = Trial(
+        tmp_path, *SPLIT, f"rollout.staleness={staleness}", step=step, saved=saved,
+        cursor=saved["cursor"] if saved else None,
+    )  # fmt: skip
+    assert resumed.run().num_committed == 6
+    assert [row[0] for row in trained(resumed)] == list(range(24))
 
 
 def test_a_prompt_that_cannot_be_read_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
