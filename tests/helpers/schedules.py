@@ -8,7 +8,7 @@ import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from podium.controller.schedule_audit import GroupHistory, ScheduleAudit
@@ -16,6 +16,8 @@ from podium.controller.scheduler import GroupScheduler
 from podium.controller.scheduling import (
     Action,
     Admit,
+    Continue,
+    Continued,
     DevicesLent,
     DevicesReturned,
     EndRun,
@@ -108,6 +110,7 @@ class World:
     committed: int = 0
     num_lent: int = 0  # how often devices were lent
     num_moved: int = 0  # episodes that came back
+    interrupts: bool = False  # whether other events come between an event and what follows from it
     num_finished: int = 0
     ended: bool = False
     num_events: int = 0
@@ -119,6 +122,7 @@ class World:
         self._names = itertools.count()
         self._live: set[int] = set()
         self._requested_s = self._waited_s = 0.0
+        self._goes_on = False  # whether the scheduler has more to do
         self._begun: dict[tuple[int, int], tuple[int, int]] = {}  # (group, sample) -> versions of its tokens
 
     def run(self, *, most_events: int = 1_000_000) -> World:
@@ -148,6 +152,15 @@ class World:
             self.histories += self.audit.take_finished()
         for action in actions:
             self._carry_out(action)
+        if self._goes_on:
+            self._goes_on = False
+            if self.interrupts and not self.stopped and self.costs.rng.random() < 0.5:
+                self._after(0.2 * self.costs.rng.random(), "goes_on_later")
+            else:
+                self._tell(Continued())
+
+    def _goes_on_later(self) -> None:
+        self._tell(Continued())
 
     def _note_live(self, actions: Iterable[Action]) -> None:
         """Live groups were admitted, and are neither claimed by a step nor void."""
@@ -193,6 +206,8 @@ class World:
             case Void():
                 if action.reason == "stopped":
                     self.stopped.append(action.group)
+            case Continue():
+                self._goes_on = True
             case EndRun():
                 self.ended = True
 
@@ -334,7 +349,7 @@ class World:
 
 def world_of(
     settings: ScheduleSettings, costs: Costs, lanes: tuple[int, ...], *,
-    scheduler: type[GroupScheduler] = GroupScheduler,
+    scheduler: Callable[[ScheduleSettings], GroupScheduler] = GroupScheduler,
     audited: bool = True, stop_after: int | None = None, learner_lanes: tuple[int, ...] = (),
 ) -> World:  # fmt: skip
     """A world at the beginning of a run."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from podium.algorithms.statistics import EffectiveSampleSize, ValueStatistics
 from podium.controller import evaluation, records
 from podium.controller.grading import HeldoutScores
 from podium.controller.ledger import GroupRecord
+from podium.controller.overlap_meter import OF_LEARNERS, WaitsFor
 from podium.controller.records import StepRecord, step_metrics
 from podium.data.documents import Example, SplitExamples
 from podium.engine.train_step import source_sum
@@ -86,6 +87,8 @@ def step_names() -> set[str]:
     )  # fmt: skip
     note = replace(graded.rollouts.note, turns_N=np.array([1, 2, 1, 1]), counts={"calls": np.array([3.0])})
     engine = dict.fromkeys(("lent_s", "switch_s", "lent_tokens", "moved_episodes", "generated_tokens"), 1.0)
+    engine |= dict.fromkeys((f"idle_s/{cause}" for cause in get_args(WaitsFor)), 1.0)
+    engine |= dict.fromkeys(("learner_idle_s", *(f"learner_idle_s/{cause}" for cause in OF_LEARNERS)), 1.0)
     graded = replace(graded, rollouts=replace(graded.rollouts, note=note, metrics=engine))
     ones_N = np.ones(4)
     distance = DistanceNote(k1_N=ones_N, k2_N=ones_N, k3_N=ones_N, tokens_N=np.ones(4, np.int64))

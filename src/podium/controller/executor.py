@@ -14,7 +14,7 @@ from podium.controller.devices import Devices
 from podium.controller.episodes import training_sampling
 from podium.controller.grading_queue import GradedPart, GradingQueue
 from podium.controller.group_flow import GroupFlow
-from podium.controller.ledger import GroupRecord
+from podium.controller.ledger import GroupRecord, OpenGroupRecord
 from podium.controller.membership import GeneratorLeaves, GeneratorsReady, Membership
 from podium.controller.open_groups import SampledStep
 from podium.controller.parts import OnPolicyParts
@@ -36,6 +36,10 @@ class Executor(Protocol):
 
     def commit(self, step: int, *, is_updated: bool) -> list[GroupRecord]:
         """Notes that a step is committed. Returns the histories of the groups that ended with it."""
+        ...
+
+    def open_groups(self) -> list[OpenGroupRecord]:
+        """The histories so far of groups that are on their way to a step."""
         ...
 
     def data_state(self) -> dict[str, Any]:
@@ -95,6 +99,10 @@ class StepExecutor:
     def commit(self, step: int, *, is_updated: bool) -> list[GroupRecord]:
         """Notes that a step is committed."""
         return self._flow.commit(step, is_updated=is_updated)
+
+    def open_groups(self) -> list[OpenGroupRecord]:
+        """Those of a step that has not ended; none between two steps."""
+        return self._flow.open_groups()
 
     def data_state(self) -> dict[str, Any]:
         """The position of the next prompts."""

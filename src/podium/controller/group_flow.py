@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, assert_never
+from typing import Any
 
 import numpy as np
 
 from podium.cluster import ObjectScope, RowRefs
 from podium.cluster.deadlines import wall_s
+from podium.controller.decided import Decided
 from podium.controller.grading import ModelScores, failed_as_zero, model_scores, sum_rewards, without_failed
 from podium.controller.grading_queue import GradedPart
-from podium.controller.ledger import GroupRecord
+from podium.controller.ledger import GroupRecord, OpenGroupRecord
 from podium.controller.open_groups import (
     Admission,
     EndedEpisode,
@@ -28,28 +29,19 @@ from podium.controller.open_groups import (
     slowest_episodes,
 )
 from podium.controller.parts import OnPolicyParts
-from podium.controller.schedule_audit import GroupHistory, ScheduleAudit
-from podium.controller.scheduler import GroupScheduler
+from podium.controller.schedule_audit import GroupHistory, OpenHistory
 from podium.controller.scheduling import (
-    Action,
-    Admit,
     DevicesLent,
     DevicesReturned,
-    EndRun,
     EpisodeEnded,
     EpisodesReturned,
     Event,
-    GiveBack,
-    GradeGroup,
     GroupGraded,
     Lend,
     Publish,
     Recall,
-    Retire,
     ReturnedEpisode,
-    StartStep,
     StepCommitted,
-    Void,
     WorkerJoined,
     WorkerLeaving,
     WorkerLeft,
@@ -71,24 +63,18 @@ class GroupFlow:
     def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], state: RunState) -> None:
         self._parts, self._state = parts, state
         self.settings = settings = schedule_settings(parts.recipe)
-        self._scheduler = GroupScheduler(settings, step=state.step, version=state.version)
-        self._audit = ScheduleAudit(settings, step=state.step, version=state.version)
+        self._decided = Decided(settings, step=state.step, version=state.version)
+        self._audit = self._decided.audit
         self._groups: dict[int, OpenGroup] = {}
-        self._ended: set[int] = set()  # of them, those whose episodes have all ended, without void ones
         self._numbers: dict[int, int] = {}  # prompt index -> group, until its step begins
         self._prompt_indices: dict[int, int] = {}  # group -> prompt index, until its step is committed
         self._finished: list[GroupHistory] = []  # groups that are void, and that no step has collected yet
         self._failed: set[int] = set()  # prompt indices of the step's groups that were dropped
         self._done: set[int] = set()  # prompt indices that are trained or void, above that of the oldest live group
-        self._admits: list[Admit] = []  # decided and not sent yet
-        self._publishes: list[Publish] = []  # decided and not carried out yet
-        self._give_backs: list[GiveBack] = []
-        self._retirements: list[Retire] = []
-        self._lending: Lend | Recall | None = None
-        self._start: StartStep | None = None
         self._running: Counter[str] = Counter()  # worker -> episodes that it was given and that have not ended
         self._lanes: dict[str, int] = {}  # worker -> episodes that it is given
         self._own: dict[str, None] = {}
+        self._idle: dict[str, None] = {}  # of these, those that have no episodes
         rollout = parts.recipe.rollout
         self._continues = rollout.engine == "native" and rollout.on_new_weights != "finish"
         self.num_ended = self.num_moved = 0  # episodes over the whole run; moved ones are counted each time
@@ -105,6 +91,11 @@ class GroupFlow:
         return tuple(self._own)
 
     @property
+    def idle_workers(self) -> Sequence[str]:
+        """Of these, those that have no episodes."""
+        return tuple(self._idle)
+
+    @property
     def num_groups(self) -> int:
         """Groups that no step has taken."""
         return len(self._groups)
@@ -112,7 +103,7 @@ class GroupFlow:
     @property
     def has_admissions(self) -> bool:
         """Whether episodes wait to be given to workers."""
-        return bool(self._admits)
+        return bool(self._decided.admits)
 
     def standstill(self) -> InvariantError:
         """The error of a schedule that waits for something that will not happen."""
@@ -126,7 +117,7 @@ class GroupFlow:
     @property
     def is_step_ready(self) -> bool:
         """Whether the scheduler has decided to start a step that is not collected yet."""
-        return self._start is not None
+        return self._decided.start is not None
 
     @property
     def lacks_episodes(self) -> bool:
@@ -136,8 +127,9 @@ class GroupFlow:
 
     @property
     def lacks_only_rewards(self) -> bool:
-        """Whether the episodes of enough groups for the next step have ended."""
-        return len(self._ended) >= self.settings.groups_per_step
+        """Whether the episodes of enough groups for the next step have ended, and rewards are missing. With staleness a
+        step may then still wait for a slow group that is due."""
+        return len(self._decided.ended) >= self.settings.groups_per_step and self._decided.num_ungraded > 0
 
     def open(self, lanes: Mapping[int, int], *, grades_single: bool) -> None:
         """Tells the scheduler which workers there are; nothing is running. `lanes`: by rank, episodes that each runs at
@@ -152,14 +144,14 @@ class GroupFlow:
 
     def note_joined(self, worker: str, lanes: int, version: int | None = None) -> None:
         """A worker has joined. `version`: of its weights; default: the newest."""
-        self._own[worker] = None
+        self._own[worker] = self._idle[worker] = None
         self._join(worker, lanes, is_lent=False, version=version)
 
     def note_leaving(self, worker: str) -> None:
         """A worker will be gone soon: what it was to be given comes back at once, and what it runs when it is
         retired."""
-        unsent = [admit for admit in self._admits if admit.worker == worker]
-        self._admits = [admit for admit in self._admits if admit.worker != worker]
+        unsent = [admit for admit in self._decided.admits if admit.worker == worker]
+        self._decided.admits = [admit for admit in self._decided.admits if admit.worker != worker]
         self.tell(WorkerLeaving(worker=worker))
         episodes = [
             ReturnedEpisode(group=admit.group, attempt=admit.attempt, sample=sample, oldest=-1, newest=-1)
@@ -172,8 +164,8 @@ class GroupFlow:
     def note_left(self, worker: str) -> None:
         """A worker is gone. It had nothing to run any more, and what it was to be given comes back."""
         self.note_leaving(worker)
-        self._retirements = [each for each in self._retirements if each.worker != worker]
-        self._own.pop(worker, None)
+        self._decided.retirements = [each for each in self._decided.retirements if each.worker != worker]
+        self._forget(worker)
         self.tell(WorkerLeft(worker=worker))
 
     def note_lent(self, lanes: Mapping[str, int]) -> None:
@@ -192,50 +184,27 @@ class GroupFlow:
     # --- events and actions ---
 
     def tell(self, event: Event) -> None:
-        """Tells the scheduler what happened. Keeps its actions, and has them audited."""
-        actions: Sequence[Action] = self._scheduler.decide(event)
-        self._audit.observe(event, actions)
-        for action in actions:
-            match action:
-                case Admit():
-                    self._admits.append(action)
-                case Publish():
-                    self._publishes.append(action)
-                case StartStep():
-                    self._start = action
-                case GiveBack():
-                    self._give_backs.append(action)
-                case Retire():
-                    self._retirements.append(action)
-                case Lend() | Recall():
-                    self._lending = action
-                case GradeGroup():  # grading has begun: episodes are graded as they end
-                    self._ended.add(action.group)
-                case Void():  # it stays with its step
-                    self._ended.discard(action.group)
-                case EndRun():
-                    pass
-                case other:
-                    assert_never(other)
+        """Tells the scheduler what happened, and keeps what it decides."""
+        self._decided.tell(event)
 
     def take_publishes(self) -> list[Publish]:
         """Weights to install, decided since the last call."""
-        publishes, self._publishes = self._publishes, []
+        publishes, self._decided.publishes = self._decided.publishes, []
         return publishes
 
     def take_lending(self) -> Lend | Recall | None:
         """Whether to lend or recall the learner's devices, decided since the last call."""
-        lending, self._lending = self._lending, None
+        lending, self._decided.lending = self._decided.lending, None
         return lending
 
     def take_retirements(self) -> list[int]:
         """Ranks of workers to retire, decided since the last call."""
-        retirements, self._retirements = self._retirements, []
+        retirements, self._decided.retirements = self._decided.retirements, []
         return [int(each.worker) for each in retirements]
 
     def take_give_backs(self) -> list[TakeBack]:
         """Episodes that workers are to give back, decided since the last call."""
-        give_backs, self._give_backs = self._give_backs, []
+        give_backs, self._decided.give_backs = self._decided.give_backs, []
         return [
             TakeBack(
                 worker=each.worker,
@@ -249,7 +218,7 @@ class GroupFlow:
 
     def take_admissions(self) -> list[Admission]:
         """Episodes to start, decided since the last call. New groups take the next prompts of the data."""
-        admits, self._admits = self._admits, []
+        admits, self._decided.admits = self._decided.admits, []
         for number in sorted({admit.group for admit in admits} - self._groups.keys()):
             before = self._parts.prompts.state() if self._parts.recipe.keeps_generating else {}
             (prompt,) = self._parts.prompts.take(1)
@@ -261,6 +230,7 @@ class GroupFlow:
             self._groups[admit.group].sent_s.update(dict.fromkeys(admit.samples, sent_s))
             together[admit.worker, admit.samples, admit.attempt].append(self._groups[admit.group])
             self._running[admit.worker] += len(admit.samples)
+            self._idle.pop(admit.worker, None)
         return [
             Admission(
                 worker=worker,
@@ -275,14 +245,14 @@ class GroupFlow:
     def note_lost(self, worker: str) -> None:
         """The scheduler gives its episodes to the others, also those that it was to be given."""
         self._running[worker] = 0
-        self._own.pop(worker, None)
-        self._admits = [admit for admit in self._admits if admit.worker != worker]
+        self._forget(worker)
+        self._decided.admits = [admit for admit in self._decided.admits if admit.worker != worker]
         self.tell(WorkerLost(worker=worker))
 
     def note_replaced(self, worker: str, version: int) -> None:
         """Another process runs episodes in place of a lost one. `version`: of the engine that it asks; the oldest of
         several."""
-        self._own[worker] = None
+        self._own[worker] = self._idle[worker] = None
         self.tell(WorkerJoined(worker=worker, lanes=self._lanes[worker], version=version))
 
     def note_arrived(self, block: Block, worker: str) -> list[Rollouts]:
@@ -291,6 +261,8 @@ class GroupFlow:
             return []  # it has metrics only
         rollouts = self._rollouts(block)
         self._running[worker] -= len(rollouts)
+        if not self._running[worker] and worker in self._own:
+            self._idle[worker] = None
         is_returned_N = rollouts.note.finish_N == CANCELLED
         if is_returned_N.any():
             self._note_returned(rollouts.take(np.flatnonzero(is_returned_N)), worker)
@@ -381,11 +353,11 @@ class GroupFlow:
     def collect(self, step: int, objects: ObjectScope, metrics: Mapping[str, float]) -> SampledStep:
         """Joins the groups of the step that the scheduler started, in the order of the data. `objects` frees their rows
         when the step is over, but for objects in which other groups have rows too."""
-        assert self._start is not None, "the scheduler has started a step"
-        start, self._start = self._start, None
+        assert self._decided.start is not None, "the scheduler has started a step"
+        start, self._decided.start = self._decided.start, None
         recipe, numbers = self._parts.recipe, sorted((*start.groups, *start.voided))
         groups = [self._groups.pop(number) for number in numbers]
-        self._ended.difference_update(numbers)
+        self._decided.ended.difference_update(numbers)
         joined = Rollouts.join([group.rollouts for group in groups])
         rollouts = replace(joined, step=step, version=self._state.version, metrics=metrics)
         still_used = {id(piece) for group in self._groups.values() for piece in group.pieces}
@@ -436,6 +408,28 @@ class GroupFlow:
             void="failed" if is_failed else history.void,
         )
 
+    def open_groups(self) -> list[OpenGroupRecord]:
+        """The histories so far of groups that have a prompt and no row yet: also of those that became void, until the
+        step ends that collects them."""
+        voided = (each for each in (*self._finished, *self._audit.finished) if each.number in self._groups)
+        histories: list[tuple[GroupHistory | OpenHistory, str]] = [
+            *((each, each.state) for each in self._audit.open_groups()),
+            *((each, "void") for each in voided),
+        ]
+        return [
+            OpenGroupRecord(
+                prompt_index=self._prompt_indices[each.number],
+                step=self._state.step,
+                state=state,
+                attempts=each.attempts,
+                admitted_version=each.admitted_version,
+                oldest_version=each.oldest,
+                newest_version=each.newest,
+            )
+            for each, state in histories
+            if each.number in self._prompt_indices
+        ]
+
     def note_used(self, prompt_indices: Iterable[int]) -> None:
         """Prompts that the program took for itself: they are not offered again."""
         self._done.update(prompt_indices)
@@ -451,6 +445,10 @@ class GroupFlow:
         return {**oldest.before, "done": sorted({*self._done, *oldest.before.get("done", ())})}
 
     # --- internals ---
+
+    def _forget(self, worker: str) -> None:
+        self._own.pop(worker, None)
+        self._idle.pop(worker, None)
 
     def _join(self, worker: str, lanes: int, *, is_lent: bool, version: int | None = None) -> None:
         self._lanes[worker] = most_episodes(lanes)

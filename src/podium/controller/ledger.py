@@ -33,6 +33,10 @@ CREATE TABLE IF NOT EXISTS groups (
   admitted_version INTEGER NOT NULL, oldest_version INTEGER NOT NULL, newest_version INTEGER NOT NULL,
   trained_version INTEGER, void TEXT
 );
+CREATE TABLE IF NOT EXISTS open_groups (
+  prompt_index INTEGER PRIMARY KEY, step INTEGER NOT NULL, state TEXT NOT NULL, attempts INTEGER NOT NULL,
+  admitted_version INTEGER NOT NULL, oldest_version INTEGER NOT NULL, newest_version INTEGER NOT NULL
+);
 """
 
 
@@ -66,6 +70,19 @@ class GroupRecord:
     void: str | None  # why it was not trained
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenGroupRecord:
+    """The ledger's row for one group that is on its way: as of the last committed step, or of a stop."""
+
+    prompt_index: int
+    step: int  # the last committed one
+    state: str  # offered, running, complete, graded or claimed; void: the next step collects it
+    attempts: int
+    admitted_version: int
+    oldest_version: int  # among the tokens of episodes that have ended or moved
+    newest_version: int
+
+
 class Ledger:
     """Writes the rows of a step together when the step closes, in a separate thread. Only one thread may use it at a
     time: closing the file while another thread uses it would end the process. Rows that the disk does not take wait in
@@ -94,12 +111,17 @@ class Ledger:
         """The database file."""
         return self._path
 
-    def close_step(self, records: Iterable[EpisodeRecord], groups: Iterable[GroupRecord] = ()) -> None:
+    def close_step(
+        self, records: Iterable[EpisodeRecord], groups: Iterable[GroupRecord] = (),
+        open_groups: Iterable[OpenGroupRecord] = (),
+    ) -> None:  # fmt: skip
         """Writes the rows in one transaction. A duplicate id is an error, so no episode counts twice. A fault of the
-        disk is not: `fault` tells it, and the rows are written with the next call."""
+        disk is not: `fault` tells it, and the rows are written with the next call. `open_groups`: all that are on their
+        way now; they replace those of the last call."""
         rows = [(*each.id, each.step, each.source, each.state, each.finish, each.version, each.tokens, each.reward)
                 for each in records]  # fmt: skip
-        self._waiting.append(_StepRows(rows, [astuple(each) for each in groups]))
+        is_open = [astuple(each) for each in open_groups]
+        self._waiting.append(_StepRows(rows, [astuple(each) for each in groups], is_open))
         self.write_waiting()
 
     def write_waiting(self) -> None:
@@ -130,6 +152,8 @@ class Ledger:
             with self._file:
                 self._file.executemany("INSERT INTO episodes VALUES (?,?,?,?,?,?,?,?,?,?,?)", step.episodes)
                 self._file.executemany("INSERT INTO groups VALUES (?,?,?,?,?,?,?,?)", step.groups)
+                self._file.execute("DELETE FROM open_groups")
+                self._file.executemany("INSERT INTO open_groups VALUES (?,?,?,?,?,?,?)", step.open_groups)
         except sqlite3.IntegrityError as error:
             self._waiting.popleft()
             raise RunFolderError(
@@ -159,8 +183,10 @@ class Ledger:
         self._file, self._place = new, _place_of(self._path)
 
     def rewind(self, step: int) -> int:
-        """Deletes episodes and groups after `step`, whose weights are gone. Returns the number of deleted episodes."""
+        """Deletes episodes and groups after `step`, whose weights are gone. Returns the number of deleted episodes.
+        Groups that were on their way then are offered again, and stay until a step is closed."""
         with self._using, self._file:
+            self._file.execute("DELETE FROM open_groups WHERE step > ?", (step,))
             self._file.execute("DELETE FROM groups WHERE step > ?", (step,))
             return self._file.execute("DELETE FROM episodes WHERE step > ?", (step,)).rowcount
 
@@ -186,10 +212,11 @@ class Ledger:
 
 
 class _StepRows(NamedTuple):
-    """Rows of both tables for one step."""
+    """Rows of all tables for one step."""
 
     episodes: list[tuple[Any, ...]]
     groups: list[tuple[Any, ...]]
+    open_groups: list[tuple[Any, ...]]
 
 
 def _opened(path: Path) -> sqlite3.Connection:

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import heapq
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from podium.controller.scheduling import LearnerIdle
 
-Episode = tuple[int, int]
-"""Group and sample."""
+Episode = TypeVar("Episode", int, tuple[int, int])
+"""In the order of groups and samples."""
 
 # Lending must gain more than it costs, which is known only roughly. Two thresholds, so that a run whose waits are about
 # as long as a switch does not change its mind with every step.
@@ -37,14 +38,16 @@ class Lending:
 
 
 def to_give_back(
-    running: Mapping[str, Sequence[Episode]], lent: Sequence[str]
+    running: Mapping[str, Collection[Episode]], lent: Sequence[str]
 ) -> Iterator[tuple[str, tuple[Episode, ...]]]:
     """Which episodes each worker gives back, so that the lent ones get an even part of all that run. The newest groups
     move: they have the fewest tokens, which must be computed again elsewhere."""
     even = -(-sum(map(len, running.values())) // max(1, len(running)))
     wanted = sum(max(0, even - len(running[worker])) for worker in lent)
-    others = sorted(running.keys() - set(lent), key=lambda worker: (-len(running[worker]), worker))
-    for worker in others:
+    others = [(-len(running[worker]), worker) for worker in running.keys() - set(lent)]
+    heapq.heapify(others)
+    while others:
+        _, worker = heapq.heappop(others)
         count = min(len(running[worker]) - even, wanted)
         if count <= 0:
             return

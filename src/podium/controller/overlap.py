@@ -9,19 +9,20 @@ learner's devices generate while the program waits for its next step. Generators
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any, assert_never
 
-from podium.cluster import ObjectScope, WorkerId
+from podium.cluster import ObjectScope
 from podium.cluster.deadlines import now_s
 from podium.controller.devices import Devices
 from podium.controller.episodes import training_sampling
 from podium.controller.grading_queue import GradedPart, GradingQueue
 from podium.controller.group_flow import GroupFlow
-from podium.controller.ledger import GroupRecord
+from podium.controller.ledger import GroupRecord, OpenGroupRecord
 from podium.controller.lent_devices import LentDevices, lent_rank
 from podium.controller.membership import GeneratorLeaves, GeneratorsReady, Membership, News
 from podium.controller.open_groups import SampledStep
+from podium.controller.overlap_meter import OverlapMeter, WaitsFor
 from podium.controller.parts import OnPolicyParts
 from podium.controller.scheduling import LearnerIdle, Lend, Recall, StepRequested, WeightsInstalled
 from podium.controller.state import RunState
@@ -30,7 +31,6 @@ from podium.observe.causes import FOR_GENERATION, FOR_GRADING
 from podium.observe.timing import PUBLISHED
 from podium.recipe import OnPolicyRecipe
 from podium.roles.episode_stream import Block, EpisodeStream, Left, Lost
-from podium.roles.interfaces import GeneratorUsage
 from podium.rollout.engine import InFlight
 from podium.weights.weight_transfers import ByStore
 
@@ -64,10 +64,10 @@ class OverlapExecutor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._error: Exception | None = None
-        self._usages: Mapping[WorkerId, GeneratorUsage] = {}  # when the last step began, or they joined
-        self._began = 0.0
-        self._num_ended = self._num_moved = 0  # until then
-        self._episodes_per_s = self._waited_s = 0.0  # of the last step
+        self._meter = OverlapMeter(self._flow, self._lent, has_runners=parts.roles.runner is not None)
+        self._waited_s = 0.0  # for the last step
+        self._is_learning = self._is_waiting = self._is_lent = False  # the learner
+        self._installing: set[int] = set()  # engines
 
     async def sample(self, step: int, objects: ObjectScope) -> SampledStep:
         """The next step that the scheduler starts. Generation goes on when it is returned."""
@@ -79,19 +79,27 @@ class OverlapExecutor:
         idle_since_s = now_s()
         if self._lent is not None:
             await self._lend(self._lent)
+        self._is_waiting = True
         self._flow.tell(StepRequested())
         self._send()
         await self._until_step_is_ready()
         self._waited_s = now_s() - idle_since_s
-        return self._flow.collect(step, objects, await self._engine_metrics())
+        self._is_learning, self._is_waiting = True, False
+        self._note_idle()
+        return self._flow.collect(step, objects, self._meter.take(await self._parts.roles.generator.usage()))
 
     def commit(self, step: int, *, is_updated: bool) -> list[GroupRecord]:
         """Notes that a step is committed, and begins to publish its weights."""
         records = self._flow.commit(step, is_updated=is_updated)
+        self._is_learning = False
         if is_updated and step < self._flow.settings.steps:
             self._storing = self._start(self._store, self._state.version)
         self._send()
         return records
+
+    def open_groups(self) -> list[OpenGroupRecord]:
+        """All that no committed step has trained on."""
+        return self._flow.open_groups()
 
     def data_state(self) -> dict[str, Any]:
         """The position of the oldest prompt that no committed step has trained on."""
@@ -110,6 +118,7 @@ class OverlapExecutor:
 
     async def _end_streams(self, generating: asyncio.Task[None]) -> None:
         self._is_pausing = True
+        self._note_idle()
         try:
             with self._parts.watch.span("drain"):
                 await self._drain(generating)
@@ -165,7 +174,7 @@ class OverlapExecutor:
         self._to_install.clear()
         if self._transfer is None and self._members.moves_episodes:  # for generators that join
             self._transfer = await roles.policy.store(self._state.version)
-        self._usages, self._began = await roles.generator.usage(), now_s()
+        self._meter.begin(await roles.generator.usage())
         self._generating = asyncio.create_task(self._generate())
 
     async def _generate(self) -> None:
@@ -186,6 +195,7 @@ class OverlapExecutor:
             self._fail(error)
         finally:
             self._stream = None
+            self._note_idle()
 
     async def _note(self, arrival: Block | Lost | Left, worker: str) -> None:
         """Notes what a worker sent. The run goes on without one that is lost, unless the learner was on its device."""
@@ -211,14 +221,16 @@ class OverlapExecutor:
 
     async def _lend(self, lent: LentDevices) -> None:
         """Lends the learner's devices if the scheduler finds it worth it."""
-        rate, waited_s = self._episodes_per_s, self._waited_s
+        rate, waited_s = self._meter.episodes_per_s, self._waited_s
         self._flow.tell(LearnerIdle(episodes_per_s=rate, waited_s=waited_s, switch_s=lent.switch_s))
         if isinstance(self._flow.take_lending(), Lend):
+            self._is_lent = True
             with self._parts.watch.span("lend"):
                 await lent.lend()
 
     async def _recall(self, lent: LentDevices) -> None:
         await lent.recall()
+        self._is_lent = False
         self._send()
 
     async def _replace(self, lost: Lost, stream: EpisodeStream) -> None:
@@ -259,7 +271,7 @@ class OverlapExecutor:
             self._versions[rank] = transfer.version.number
             stream.begin([rank])
             self._flow.note_joined(str(rank), lanes, transfer.version.number)
-        self._usages = {**await self._parts.roles.generator.usage(), **self._usages}
+        self._meter.join(await self._parts.roles.generator.usage())
         self._send()
 
     async def _score(self) -> None:
@@ -290,7 +302,12 @@ class OverlapExecutor:
         self._send()
 
     async def _install_on(self, rank: int, transfer: ByStore) -> None:
-        await self._parts.roles.generator.install_in_flight(rank, transfer, self._in_flight)
+        self._installing.add(rank)
+        self._note_idle()
+        try:
+            await self._parts.roles.generator.install_in_flight(rank, transfer, self._in_flight)
+        finally:
+            self._installing.discard(rank)
         if rank in self._versions:  # else it is gone
             self._versions[rank] = transfer.version.number
 
@@ -299,6 +316,10 @@ class OverlapExecutor:
     def _send(self, *, is_repeated: bool = False) -> None:
         """Carries out what the scheduler decided. `is_repeated`: episodes of a lost worker are among it, which a pause
         waits for."""
+        self._carry_out(is_repeated)
+        self._note_idle()
+
+    def _carry_out(self, is_repeated: bool) -> None:
         self._to_install.update(publish.worker for publish in self._flow.take_publishes())
         self._publish()
         if self._lent is not None and isinstance(self._flow.take_lending(), Recall):
@@ -421,28 +442,36 @@ class OverlapExecutor:
         if self._error is not None:
             raise self._error
 
-    async def _engine_metrics(self) -> dict[str, float]:
-        """What the engines did since the last step began."""
-        before, began, num_ended = self._usages, self._began, self._flow.num_ended
-        self._usages, self._began = await self._parts.roles.generator.usage(), now_s()
-        seconds = self._began - began  # 0 in a simulation whose step before had no update
-        self._episodes_per_s = (num_ended - self._num_ended) / seconds if seconds else 0.0
-        self._num_ended = num_ended
-        both = [(now, before[worker]) for worker, now in self._usages.items() if worker in before]
-        pairs = [(now.load, then.load) for now, then in both]
-        num, lent = max(1, len(pairs)), {} if self._lent is None else self._lent.take_metrics()
-        if lent:
-            num_moved, self._num_moved = self._num_moved, self._flow.num_moved
-            lent["moved_episodes"] = float(self._num_moved - num_moved)
-        return {
-            **lent,
-            "generated_tokens": lent.get("lent_tokens", 0.0)
-            + sum(now.generated_tokens - then.generated_tokens for now, then in pairs),
-            "prefilled_tokens": float(sum(now.prefilled_tokens - then.prefilled_tokens for now, then in pairs)),
-            "reused_tokens": float(sum(now.reused_tokens - then.reused_tokens for now, then in pairs)),
-            "preemptions": float(sum(now.preemptions - then.preemptions for now, then in pairs)),
-            "cache_used": max((now.cache_tokens_used / max(1, now.cache_tokens) for now, _ in pairs), default=0.0),
-            "seconds": seconds,
-            "idle_s": sum(now.idle_s - then.idle_s for now, then in both) / num,
-            "install_s": sum(now.install_s - then.install_s for now, then in both) / num,
-        }
+    # --- what is waited for ---
+
+    def _note_idle(self) -> None:
+        """Notes what generators without work and a learner without a step wait for from now on."""
+        self._meter.generators.note(self._generators_wait_for())
+        self._meter.learner.note(self._learner_waits_for())
+
+    def _generators_wait_for(self) -> Iterator[WaitsFor]:
+        """A cause for every generator that has nothing to answer. Those that install weights are busy. With episode
+        runners, generators have nothing to answer when no runner has an episode."""
+        flow, has_runners = self._flow, self._parts.roles.runner is not None
+        if self._stream is None or (has_runners and flow.num_running):
+            return
+        common: WaitsFor = "prompts"
+        if self._is_pausing:
+            common = "drain"
+        elif self._is_learning:
+            common = "other_role"
+        elif flow.num_running:
+            common = "tail"
+        elif not self._grading.is_idle or flow.has_unscored:
+            common = "grading"
+        for rank in self._versions if has_runners else map(int, flow.idle_workers):
+            if rank not in self._installing:
+                yield "weights" if self._versions.get(rank, 0) < self._state.version else common
+
+    def _learner_waits_for(self) -> Iterator[WaitsFor]:
+        if not self._is_waiting or self._is_lent:
+            return
+        if self._flow.lacks_only_rewards:
+            yield "grading"
+        else:
+            yield "tail" if self._flow.num_running and self._flow.idle_workers else "other_role"

@@ -148,6 +148,12 @@ def _overlap(record: StepRecord) -> dict[str, float]:
     metrics = {
         "rollout/idle_s": rollouts.metrics.get("idle_s", 0.0),
         "rollout/install_s": rollouts.metrics.get("install_s", 0.0),
+        **{f"rollout/{name}": value for name, value in rollouts.metrics.items() if name.startswith("idle_s/")},
+        **{
+            name.replace("learner_", "learner/"): value
+            for name, value in rollouts.metrics.items()
+            if name.startswith("learner_idle_s")
+        },
         **_lending(rollouts.metrics),
     }
     if len(record.used):

@@ -9,7 +9,7 @@ from typing import Any
 
 from podium.cluster import ObjectScope, Stored
 from podium.cluster.blocking import in_thread
-from podium.controller.ledger import GroupRecord
+from podium.controller.ledger import GroupRecord, OpenGroupRecord
 from podium.controller.open_groups import SampledStep
 from podium.controller.parts import OnPolicyParts
 from podium.controller.step_record import RecordedStep, recorded_step
@@ -54,6 +54,10 @@ class ReplayExecutor:
         """The recorded histories of the groups that ended with the step."""
         recorded, self._step = self._step, None
         return list(recorded.groups) if recorded is not None else []
+
+    def open_groups(self) -> list[OpenGroupRecord]:
+        """None: nothing is on its way."""
+        return []
 
     def data_state(self) -> dict[str, Any]:
         """Nothing: a replay begins at the first step, and is not resumed."""

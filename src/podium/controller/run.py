@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from typing import Any, Generic
 
 import numpy as np
@@ -27,7 +28,7 @@ from podium.controller.step_log import StepLog
 from podium.controller.step_record import StepRecorder
 from podium.engine.checkpoint_files import SaveFailure, SaveState
 from podium.engine.schedule import learning_rate
-from podium.errors import CheckpointError, ProgramError
+from podium.errors import CheckpointError, ProgramError, RunFolderError
 from podium.roles.interfaces import POLICY
 from podium.roles.stages import CriticReport, GradedRollouts, TrainBatch, UpdateReport
 from podium.runs.disk_reports import last_save_error
@@ -145,6 +146,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
             await self._log.record(
                 step, batch, policy=policy, critic=critic,
                 kl_coefficient=step.kl_coefficient if kl is not None else None, metrics=metrics or {}, groups=groups,
+                open_groups=self._executor.open_groups(),
             )  # fmt: skip
         finally:  # a step that stops the run (it diverged, a logger failed) can be saved like any other
             self._resume_values = self._values_to_resume()
@@ -169,6 +171,8 @@ class OnPolicyRun(Generic[RecipeT_co]):
         """Saves the last committed step of a run that fails, and waits until all checkpoints are written. Raises an
         error if the weights are no longer those of that step."""
         await self._executor.close()
+        with suppress(RunFolderError):  # a ledger that fails must not keep the checkpoint from being saved
+            await self._log.note_open(self._executor.open_groups())
         await self._recorder.close()
         await self._rollouts.close()
         self._is_ending = True
@@ -379,6 +383,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
     async def _finish(self) -> None:
         step = self._state.step
         await self._executor.close()
+        await self._log.note_open(self._executor.open_groups())
         is_saved_late = self.milestones.saved_step != step
         if self.milestones.last_evaluation_is_due(step):
             await self._save()

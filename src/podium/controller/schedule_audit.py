@@ -14,6 +14,8 @@ from typing import Literal, Never, assert_never
 from podium.controller.scheduling import (
     Action,
     Admit,
+    Continue,
+    Continued,
     DevicesLent,
     DevicesReturned,
     EndRun,
@@ -76,6 +78,18 @@ class GroupHistory:
     void: VoidReason | None
 
 
+@dataclass(frozen=True, slots=True)
+class OpenHistory:
+    """The way so far of a group that is neither trained nor void."""
+
+    number: int
+    state: GroupState
+    attempts: int
+    admitted_version: int  # as of GroupHistory
+    oldest: int
+    newest: int
+
+
 @dataclass(slots=True, kw_only=True)
 class _Record:
     number: int
@@ -128,6 +142,29 @@ class ScheduleAudit:
         """The histories of groups that were trained or became void since the last call."""
         finished, self._finished = self._finished, []
         return finished
+
+    @property
+    def finished(self) -> Sequence[GroupHistory]:
+        """What the next `take_finished` returns."""
+        return self._finished
+
+    def open_groups(self) -> Sequence[OpenHistory]:
+        """The histories so far of groups that are neither trained nor void. Tokens of episodes that run are not known,
+        but for those that came back from another worker."""
+        found = []
+        for group in self._groups.values():
+            begun = [*group.begun.values(), *([(group.oldest, group.newest_token)] if group.oldest >= 0 else ())]
+            found.append(
+                OpenHistory(
+                    number=group.number,
+                    state=group.state,
+                    attempts=group.attempts,
+                    admitted_version=group.admitted_version,
+                    oldest=min((oldest for oldest, _ in begun), default=-1),
+                    newest=max((newest for _, newest in begun), default=-1),
+                )
+            )
+        return found
 
     def observe(self, event: Event, actions: Sequence[Action]) -> None:
         """Raises an InvariantError if the event, or an action that was decided for it, breaks an invariant."""
@@ -182,7 +219,7 @@ class ScheduleAudit:
                     worker.version = worker.sent = event.version
             case StopRequested():
                 self._is_stopping = True
-            case StepRequested() | LearnerIdle():
+            case StepRequested() | LearnerIdle() | Continued():
                 pass
             case other:
                 assert_never(other)
@@ -306,6 +343,8 @@ class ScheduleAudit:
                     group = next(iter(self._groups.values()))
                     self._broken("conservation", "the run ends and this group has no end", event, group)
                 self._check_conservation(event)
+            case Continue():
+                pass
             case other:
                 assert_never(other)
 

@@ -155,6 +155,11 @@ class StopRequested:
     """The run ends with the step in progress."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continued:
+    """The actions up to a `Continue` are taken note of, and the scheduler may go on."""
+
+
 Event = (
     WorkerJoined
     | WorkerLost
@@ -170,6 +175,7 @@ Event = (
     | StepCommitted
     | WeightsInstalled
     | StopRequested
+    | Continued
 )
 
 
@@ -249,4 +255,10 @@ class EndRun:
     """There is no further step for the program."""
 
 
-Action = Admit | GradeGroup | StartStep | Publish | Lend | Recall | GiveBack | Retire | Void | EndRun
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continue:
+    """There may be more to do than one decision should take. Tell the scheduler `Continued`; other events may come
+    before it."""
+
+
+Action = Admit | GradeGroup | StartStep | Publish | Lend | Recall | GiveBack | Retire | Void | EndRun | Continue

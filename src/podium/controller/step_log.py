@@ -11,7 +11,7 @@ from typing import Literal
 from podium.algorithms.staleness import AgeStatistics
 from podium.cluster.deadlines import now_s, wall_s
 from podium.cluster.results import Span
-from podium.controller.ledger import GroupRecord
+from podium.controller.ledger import GroupRecord, OpenGroupRecord
 from podium.controller.parts import OnPolicyParts
 from podium.controller.records import StepRecord, idle_seconds, ledger_records, step_metrics
 from podium.controller.state import RunState
@@ -69,8 +69,9 @@ class StepLog:
         kl_coefficient: float | None,
         metrics: Mapping[str, float],
         groups: Sequence[GroupRecord],
+        open_groups: Sequence[OpenGroupRecord] = (),
     ) -> None:
-        """Records a finished step."""
+        """Records a finished step, and the groups that are on their way."""
         parts, recipe = self._parts, self._parts.recipe
         since_perf, since_wall, before = self._marked
         seconds = {name: spent - before.get(name, 0.0) for name, spent in parts.watch.seconds().items()}
@@ -92,7 +93,7 @@ class StepLog:
         values = step_metrics(record) | {f"program/{name}": float(value) for name, value in metrics.items()}
         await self.written()
         rows = ledger_records(step.sampled, used, step.number)
-        self._writing = asyncio.create_task(asyncio.to_thread(parts.ledger.close_step, rows, groups))
+        self._writing = asyncio.create_task(asyncio.to_thread(parts.ledger.close_step, rows, groups, open_groups))
         parts.log.skipped_rows(step.number, parts.prompts.take_skipped())
         for note in parts.prompts.notes if step.number == 1 else ():
             parts.log.console.note(note)
@@ -102,6 +103,12 @@ class StepLog:
         except (TrainingDivergedError, InvariantError):
             await self.written()  # a step that stops the run is recorded too
             raise
+
+    async def note_open(self, groups: Sequence[OpenGroupRecord]) -> None:
+        """Records the groups that are on their way when a run stops."""
+        await self.written()
+        self._writing = asyncio.create_task(asyncio.to_thread(self._parts.ledger.close_step, (), (), groups))
+        await self.written()
 
     async def written(self) -> None:
         """Waits until the ledger has all committed steps, or the disk does not take them: `Ledger.fault` says so."""

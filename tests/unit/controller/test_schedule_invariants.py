@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -33,8 +34,9 @@ from podium.errors import InvariantError
 FAST, ALL, PARTS = 2_000, 10_000, 8
 
 
-def random_world(seed: int, *, lends: bool = False) -> World:
-    """A small schedule: every size, cost and mishap is random. `lends`: the learner's devices generate too."""
+def random_world(seed: int, *, lends: bool = False, most_cost: int | None = None) -> World:
+    """A small schedule: every size, cost and mishap is random. `lends`: the learner's devices generate too.
+    `most_cost`: of a decision; default: enough for all there is to do."""
     rng = random.Random(seed)
     settings = ScheduleSettings(
         steps=rng.randint(1, 6),
@@ -62,7 +64,12 @@ def random_world(seed: int, *, lends: bool = False) -> World:
     costs.switch_s = rng.choice([0.0, 0.1, 2.0]) if lends else 0.0
     learner_lanes = tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 3))) if lends else ()
     costs.leave_every_s, costs.grace_s = rng.choice([0.0, 0.0, 3.0]), rng.choice([0.0, 0.5, 5.0])
-    return world_of(settings, costs, lanes, stop_after=stop_after, learner_lanes=learner_lanes)
+    scheduler: Callable[[ScheduleSettings], GroupScheduler] = GroupScheduler
+    if most_cost is not None:
+        scheduler = partial(GroupScheduler, most_cost=most_cost)
+    return world_of(
+        settings, costs, lanes, stop_after=stop_after, learner_lanes=learner_lanes, scheduler=scheduler
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -87,8 +94,27 @@ def test_all_invariants_hold_where_devices_change_sides_over_ten_thousand_schedu
     _hold(range(FAST, ALL), lends=True)
 
 
-def _hold(seeds: range, *, lends: bool = False) -> list[World]:
-    worlds = [random_world(seed, lends=lends).run() for seed in seeds]
+@pytest.mark.parametrize("lends", [False, True])
+def test_decisions_in_parts_are_those_of_one_decision(lends: bool) -> None:
+    """A decision that stops after its first action, and goes on when it is told so, decides the same."""
+    for seed in range(300):
+        whole = random_world(seed, lends=lends, most_cost=1_000_000).run()
+        parts = random_world(seed, lends=lends, most_cost=1).run()
+        assert parts.num_events > whole.num_events, seed
+        assert (parts.admitted, parts.steps, parts.histories) == (whole.admitted, whole.steps, whole.histories), seed
+        assert (parts.now_s, parts.num_moved) == (whole.now_s, whole.num_moved), seed
+
+
+@pytest.mark.parametrize("lends", [False, True])
+def test_all_invariants_hold_where_events_come_between_the_parts_of_a_decision(lends: bool) -> None:
+    _hold(range(400), lends=lends, most_cost=1)
+
+
+def _hold(seeds: range, *, lends: bool = False, most_cost: int | None = None) -> list[World]:
+    worlds = [random_world(seed, lends=lends, most_cost=most_cost) for seed in seeds]
+    for world in worlds:
+        world.interrupts = most_cost is not None
+        world.run()
     for seed, world in zip(seeds, worlds, strict=True):
         trained = [number for step in world.steps for number in step.groups]
         last = min(world.settings.steps, world.stop_after or world.settings.steps)

@@ -14,6 +14,8 @@ from podium.controller.scheduler import GroupScheduler
 from podium.controller.scheduling import (
     Action,
     Admit,
+    Continue,
+    Continued,
     EndRun,
     EpisodeEnded,
     EpisodesReturned,
@@ -37,16 +39,26 @@ from podium.controller.scheduling import (
 )
 
 
+def decided(scheduler: GroupScheduler, event: Event) -> list[Action]:
+    """All that follows from an event."""
+    actions = scheduler.decide(event)
+    while actions and isinstance(actions[-1], Continue):
+        actions = [*actions[:-1], *scheduler.decide(Continued())]
+    return actions
+
+
 class Told:
-    """A scheduler under audit, told events one by one."""
+    """A scheduler under audit, told events one by one, and to go on as long as it has more to do."""
 
     def __init__(self, settings: ScheduleSettings, **begin: int) -> None:
         self.scheduler, self.audit = GroupScheduler(settings, **begin), ScheduleAudit(settings)
+        self.most_actions = 0  # of one decision
 
     def __call__(self, event: Event) -> list[Action]:
         actions = self.scheduler.decide(event)
         self.audit.observe(event, actions)
-        return actions
+        self.most_actions = max(self.most_actions, len(actions))
+        return [*actions[:-1], *self(Continued())] if actions and isinstance(actions[-1], Continue) else actions
 
     def ends(
         self, group: int, sample: int = 0, *, attempt: int = 0, version: int = 0, worker: str = "a"
@@ -140,6 +152,30 @@ def test_many_workers_join_and_all_get_a_part() -> None:
     assert len({worker for _, worker in _admitted(tell(StepRequested()))}) == 64
 
 
+def test_a_decision_has_a_bounded_number_of_actions_at_any_size() -> None:
+    """What concerns a thousand devices or groups is decided in parts: the start of a run, a commit, the end."""
+    tell = Told(ScheduleSettings(steps=3, groups_per_step=2000, samples=1, staleness=1, on_new_weights="keep"))
+    for number in range(500):
+        assert tell(WorkerJoined(worker=f"w{number}", lanes=8, version=0)) == []
+    told = iter(tell(StepRequested()))
+    admitted = [action for action in told if isinstance(action, Admit)]
+    assert [action.group for action in admitted] == list(range(4000))
+    for action in admitted[1000:3000]:
+        tell.ends(action.group, worker=action.worker)
+    for action in admitted[1000:2999]:
+        assert tell(GroupGraded(group=action.group, is_uniform=False)) == []
+    assert tell(GroupGraded(group=2999, is_uniform=False)) == [
+        StartStep(step=1, groups=tuple(range(1000, 3000)), voided=())
+    ]
+    published = tell(StepCommitted(step=1, version=1))
+    assert published == [Publish(version=1, worker=f"w{number}") for number in range(500)]
+    tell(StopRequested())
+    left = [*range(1000), *range(3000, 4000)]
+    assert tell(StepRequested()) == [*(Void(group=number, reason="stopped") for number in left), EndRun()]
+    assert tell.audit.counts == {"trained": 2000, "void": 2000}
+    assert tell.most_actions < 100
+
+
 def test_with_finish_a_worker_ends_its_sequences_before_it_gets_new_weights() -> None:
     told = Told(ScheduleSettings(steps=9, groups_per_step=1, samples=1, staleness=1, on_new_weights="finish"))
     told(WorkerJoined(worker="a", lanes=2, version=0))
@@ -227,7 +263,7 @@ def test_areal_1345_capacity_after_a_resume_is_capacity_before_it(staleness: int
     fresh, resumed = GroupScheduler(settings), GroupScheduler(settings, step=50, version=50)
     for scheduler, version in ((fresh, 0), (resumed, 50)):
         scheduler.decide(WorkerJoined(worker="a", lanes=1000, version=version))
-        assert len(_admitted(scheduler.decide(StepRequested()))) == 3 * (staleness + 1)
+        assert len(_admitted(decided(scheduler, StepRequested()))) == 3 * (staleness + 1)
 
 
 def test_slime_2238_no_finished_group_is_dropped() -> None:

@@ -47,6 +47,7 @@ class SimulatedGenerator(Generator):
         self._ended: list[EndedSequence] = []  # not sent yet
         self._num_tokens = self._num_finished = 0
         self._idle_s = self._install_s = 0.0
+        self._idle_since_s: float | None = None  # while it has nothing to do
         for each in costs.slowness_of(context.worker):
             for at_s in (each.at_s, each.end_s):
                 loop.call_at(at_s, self._set_speed)
@@ -136,6 +137,7 @@ class SimulatedGenerator(Generator):
         self._advance()
         ends_s = device.next_end_s()
         is_idle = ends_s is None and device.pause is None  # until something changes
+        self._idle_since_s = began_s if is_idle else None
         self._changed.clear()
         try:
             if not self._ended:
@@ -146,10 +148,12 @@ class SimulatedGenerator(Generator):
             if not self._ended:  # a rounding error
                 self._ended.append(device.end_next())
         finally:
-            if is_idle:
-                self._idle_s += self._clock() - began_s
+            self._idle_s, self._idle_since_s = self._idle_until_now(), None
         ended, self._ended = self._ended, []
         return ended
+
+    def _idle_until_now(self) -> float:
+        return self._idle_s + (0.0 if self._idle_since_s is None else self._clock() - self._idle_since_s)
 
     def _computed(self, ended: Sequence[EndedSequence], metrics: tuple[Metric, ...]) -> Computed[TrajectoryBlock]:
         returned, self._returned = self._returned, []
@@ -201,7 +205,7 @@ class SimulatedGenerator(Generator):
             cache_tokens_used=0, cache_tokens_kept=0, finished=self._num_finished, generated_tokens=self._num_tokens,
             prefilled_tokens=0, reused_tokens=0, preemptions=0,
         )  # fmt: skip
-        return GeneratorUsage(load=load, idle_s=self._idle_s, install_s=self._install_s)
+        return GeneratorUsage(load=load, idle_s=self._idle_until_now(), install_s=self._install_s)
 
     async def _return(self) -> None:
         if self._is_away:

@@ -21,6 +21,8 @@ from podium.controller.scheduler import GroupScheduler
 from podium.controller.scheduling import (
     Action,
     Admit,
+    Continue,
+    Continued,
     DevicesLent,
     DevicesReturned,
     EndRun,
@@ -149,6 +151,11 @@ class _Simulation:
     # --- the scheduler ---
 
     def _tell(self, event: Event) -> None:
+        actions = self._decide(event)
+        while actions and isinstance(actions[-1], Continue):
+            actions = self._decide(Continued())
+
+    def _decide(self, event: Event) -> list[Action]:
         self._num_events += 1
         actions = self._scheduler.decide(event)
         if self._audit is not None:
@@ -156,6 +163,7 @@ class _Simulation:
             self._audit.take_finished()
         for action in actions:
             self._carry_out(action)
+        return actions
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -184,6 +192,8 @@ class _Simulation:
                 self._give_back(generator, None)
                 self._meter.count(generator, -1)
                 self._tell(WorkerLeft(worker=generator.name))
+            case Continue():
+                pass
             case other:
                 assert_never(other)
 
