@@ -11,8 +11,8 @@ from typing import assert_never
 from podium.data.chat import Dropped
 from podium.data.documents import Example
 from podium.data.dropping import no_trained_token
-from podium.data.examples import MadeExample, RowResult
 from podium.data.packing import compose_step
+from podium.data.results import MadeExample, RowResult
 from podium.data.skipping import SkipCounts, SkippedRow, SkipPolicy
 from podium.data.state import DocumentCounts, LoaderState
 from podium.data.stream import StreamPosition, StreamRow

@@ -15,8 +15,9 @@ import numpy as np
 from podium.data.chat import Dropped
 from podium.data.composing import RowChunk, StepComposer, StepSize, chunk_rows, first_state
 from podium.data.documents import Document, Example
-from podium.data.examples import MadeExample, MakerSpec
+from podium.data.examples import MakerSpec
 from podium.data.prompts import PromptTokenizer
+from podium.data.results import MadeExample
 from podium.data.rows import LinePlace
 from podium.data.skipping import RowSkipper, SkippedRow, SkipPolicy
 from podium.data.sources import Source, open_source

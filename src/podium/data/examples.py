@@ -13,7 +13,9 @@ from podium.data.chat import DocumentMaker, Dropped, Made, Overlong, Prompt, Tra
 from podium.data.comparisons import Shape, judged
 from podium.data.documents import Example
 from podium.data.kinds import MapFunction, named_values
-from podium.data.rows import LinePlace, Row
+from podium.data.remembering import RememberedRows
+from podium.data.results import MadeExample, RowResult
+from podium.data.rows import Row
 from podium.data.scored import ConversationMaker
 from podium.data.skipping import SkippedRow
 from podium.data.tokenizer import load_tokenizer
@@ -21,21 +23,6 @@ from podium.errors import BadRowError
 from podium.recipe import DpoRecipe, ModelSection, RewardModelRecipe, SourceSection, SpmdRecipe
 
 _NO_COLUMNS: Mapping[str, str] = {}
-# Number of examples that a SourcesMaker caches: about 80 MB at 5 bytes a token, including object overhead.
-_MOST_REMEMBERED_TOKENS = 16_000_000
-_TOKENS_PER_ENTRY = 150
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MadeExample:
-    """The example of a row, and whether any of it was truncated."""
-
-    example: Example
-    truncated: bool
-
-
-RowResult = MadeExample | Dropped | SkippedRow
-"""The example of a row, or why there is none."""
 
 
 class _TextMaker(Protocol):
@@ -134,11 +121,7 @@ def shape_of(recipe: SpmdRecipe) -> Shape:
 
 
 class SourcesMaker:
-    """An ExampleMaker that applies each source's `columns` and `map`, with a bounded cache of examples.
-
-    Small data is tokenized once, not in every epoch. When the cache is full, further rows are tokenized each time. Rows
-    of a source with a `map` are not cached: the plug-in sees every row in every epoch.
-    """
+    """An ExampleMaker that applies each source's `columns` and `map`, with a bounded cache of examples."""
 
     def __init__(
         self, maker: ExampleMaker, sections: Sequence[SourceSection], key: str, *, skips: bool = False
@@ -146,23 +129,15 @@ class SourcesMaker:
         self._maker, self._key, self._skips = maker, key, skips
         self._columns = [section.columns for section in sections]
         self._maps = [load_map(section, f"{key}.{index}") for index, section in enumerate(sections)]
-        self._remembered: dict[tuple[int, str | LinePlace], RowResult] = {}
-        self._remembered_tokens = 0
+        self._remembered = RememberedRows(sections)
 
     def make(self, source: int, row: Row) -> RowResult:
         """The example of a row, from the cache if it was made before."""
-        if self._maps[source] is not None:
-            return self._made(source, row)
-        remembered = self._remembered.get((source, row.place))
-        if remembered is not None:
-            return remembered
-        parts = self._made(source, row)
-        if self._remembered_tokens < _MOST_REMEMBERED_TOKENS:
-            self._remembered[source, row.place] = parts
-            self._remembered_tokens += _TOKENS_PER_ENTRY + (
-                parts.example.num_inputs if isinstance(parts, MadeExample) else 0
-            )
-        return parts
+        result = self._remembered.get(source, row)
+        if result is None:
+            result = self._made(source, row)
+            self._remembered.add(source, row, result)
+        return result
 
     def _made(self, source: int, row: Row) -> RowResult:
         try:

@@ -6,15 +6,16 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any, BinaryIO, Literal, Protocol, cast
 
+from podium.data.json_lines import LazyObject, parse_object
 from podium.data.null_fields import NullFields
 from podium.data.rows import LinePlace, Row, place_text
 from podium.data.storage import open_binary, size_bytes
@@ -29,6 +30,17 @@ _SUFFIXES: dict[str, FileFormat] = {
 }  # fmt: skip
 # The csv module refuses fields above 128 KiB unless the process-wide limit is raised; long documents are common here.
 _LONGEST_CSV_FIELD = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Readers:
+    """Ranks that read the same rows, each of which uses a part of them."""
+
+    rank: int
+    world: int
+
+
+ONE_READER = Readers(rank=0, world=1)
 
 
 class DataFile(Protocol):
@@ -58,13 +70,14 @@ def known_suffixes() -> str:
 
 
 def open_file(
-    name: str, file_format: FileFormat, key: str, block_bytes: int = BLOCK_BYTES, *, keep_bad: bool = False
-) -> DataFile:
+    name: str, file_format: FileFormat, key: str, block_bytes: int = BLOCK_BYTES, *, keep_bad: bool = False,
+    readers: Readers = ONE_READER,
+) -> DataFile:  # fmt: skip
     """Opens a file with the reader of its format. `keep_bad`: a line that cannot be read becomes a row with a
     `problem`, and is no error."""
     match file_format:
         case "jsonl":
-            return JsonlFile(name, key, block_bytes, keep_bad=keep_bad)
+            return JsonlFile(name, key, block_bytes, keep_bad=keep_bad, readers=readers)
         case "csv":
             return CsvFile(name, key, block_bytes, keep_bad=keep_bad)
         case "parquet":
@@ -72,10 +85,16 @@ def open_file(
 
 
 class JsonlFile:
-    """One JSON object per line. A block is the lines that begin in its range of bytes; a .gz file is one block."""
+    """One JSON object per line. A block is the lines that begin in its range of bytes; a .gz file is one block.
 
-    def __init__(self, name: str, key: str, block_bytes: int, *, keep_bad: bool = False) -> None:
+    With several `readers` each parses an equal part of a block's lines when it reads them. So a malformed line is found
+    at once, by one of them. The other lines are parsed when they are used."""
+
+    def __init__(
+        self, name: str, key: str, block_bytes: int, *, keep_bad: bool = False, readers: Readers = ONE_READER
+    ) -> None:
         self.name = name
+        self._readers = readers
         self._key = key
         self._keep_bad = keep_bad
         self._block_bytes = block_bytes
@@ -120,29 +139,18 @@ class JsonlFile:
         for number, line in enumerate(data.split(b"\n"), start=1):
             if line.strip():
                 place = f"{self.name}, line {number}" if begin is None else LinePlace(self.name, begin + byte)
-                rows.append(self._row(line, place))
+                is_parsed = number % self._readers.world == self._readers.rank
+                rows.append(self._row(line, place) if is_parsed else Row(LazyObject(line, place, self._key), place))
             byte += len(line) + 1
         return rows
 
     def _row(self, line: bytes, place: str | LinePlace) -> Row:
         try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-            return _bad_row(
-                place,
-                f"{self._key}: {place}: not valid JSON ({reason}). Every line must be one JSON object; fix or remove "
-                "this line.",
-                keep=self._keep_bad,
-            )
-        if not isinstance(values, dict):
-            return _bad_row(
-                place,
-                f"{self._key}: {place}: a JSON {type(values).__name__}, not an object. Every line must be one object "
-                'such as {"messages": [...]}; a file that is one JSON array has to be written as JSON Lines.',
-                keep=self._keep_bad,
-            )
-        return Row(values, place)
+            return Row(parse_object(line, place, self._key), place)
+        except BadRowError as error:
+            if not self._keep_bad:
+                raise
+            return Row({}, place, str(error))
 
 
 class CsvFile:

@@ -16,6 +16,8 @@ from typing import Self
 from podium.data.composing import RowChunk, StepComposer, StepSize, chunk_rows, first_state
 from podium.data.documents import Example
 from podium.data.examples import MakerSpec
+from podium.data.exchange import Exchange
+from podium.data.sharing import SharedMaker
 from podium.data.skipping import SkippedRow, SkipPolicy
 from podium.data.sources import Source
 from podium.data.state import DocumentCounts, LoaderState, decode, encode
@@ -56,13 +58,14 @@ _Composed = tuple[tuple[Example, ...], LoaderState, tuple[SkippedRow, ...]]
 class StepLoader:
     """Yields steps forever. Close it, or use it as a context manager.
 
-    The steps depend on sources, seed and packing alone, not on `workers` or `prefetch`. From the state of any step a
-    new loader gives exactly the steps that follow it."""
+    The steps depend on sources, seed and packing alone, not on `workers`, `prefetch` or the number of ranks. From the
+    state of any step a new loader gives exactly the steps that follow it. With an `exchange` every rank has a loader
+    of the same steps, and they share the work of tokenizing."""
 
     def __init__(
         self, sources: Sequence[Source], maker_spec: MakerSpec, *, seed: int, shuffle: bool, shuffle_rows: int,
         size: StepSize, window: int, workers: int, prefetch: int, state: LoaderState | None = None,
-        policy: SkipPolicy | None = None,
+        policy: SkipPolicy | None = None, exchange: Exchange | None = None,
     ) -> None:  # fmt: skip
         assert len(sources) == len(maker_spec.sections)
         if maker_spec.max_length > size.tokens and size.rows is None:
@@ -80,6 +83,7 @@ class StepLoader:
         # The same for any number of workers, so that the state after a step is the same too.
         self._chunk_rows = chunk_rows(window)
         self._spec, self._num_workers, self._sources = maker_spec, workers, tuple(sources)
+        self._exchange = exchange
         self._steps: queue.Queue[_Composed | BaseException] = queue.Queue(maxsize=prefetch)
         self._stop = threading.Event()
         self._doing = "starting"
@@ -139,11 +143,13 @@ class StepLoader:
 
     def _produce(self) -> None:
         """Consumes the stream, fills the queue of steps. Waits for room in the queue (freed by the consumer) and for
-        the makers of documents; `close` ends both waits."""
+        the makers of documents, which may wait for other ranks; `close` ends all waits."""
         maker: ChunkMaker | None = None
         try:
             self._doing = "loading the tokenizer"
             maker = TokenizerPool(self._spec, self._num_workers) if self._num_workers else InlineMaker(self._spec)
+            if self._exchange is not None:
+                maker = SharedMaker(maker, self._exchange, self._spec.sections)
             under_way: deque[RowChunk | Exception] = deque()
             while not self._stop.is_set():
                 if not self._composer.is_ready:
@@ -152,6 +158,8 @@ class StepLoader:
                 self._doing = "packing a step"
                 self._put((*self._composer.take(), self._composer.take_skipped()))
         except BaseException as error:
+            if self._exchange is not None:
+                self._exchange.fail(error)
             self._put(error)
         finally:
             if maker is not None:
@@ -160,15 +168,13 @@ class StepLoader:
     def _add_chunk(self, maker: ChunkMaker, under_way: deque[RowChunk | Exception]) -> None:
         """Keeps all makers busy, and adds the oldest chunk to the packing buffer."""
         while len(under_way) < maker.capacity and not (under_way and isinstance(under_way[-1], Exception)):
-            under_way.append(self._next_chunk())
-            if isinstance(chunk := under_way[-1], RowChunk):
-                maker.submit([(each.source, each.row) for each in chunk.rows])
-        oldest = under_way.popleft()
-        if isinstance(oldest, Exception):
-            raise oldest
-        self._doing = "tokenizing"
-        examples = maker.result(self._stop.is_set)
+            chunk = self._next_chunk()
+            under_way.append(chunk)
+            maker.submit(chunk if isinstance(chunk, Exception) else [(each.source, each.row) for each in chunk.rows])
+        self._doing = "tokenizing" if self._exchange is None else "tokenizing, or waiting for rows of other ranks"
+        oldest, examples = under_way.popleft(), maker.result(self._stop.is_set)
         if examples is not None:
+            assert isinstance(oldest, RowChunk)
             self._composer.add(oldest, examples)
 
     def _next_chunk(self) -> RowChunk | Exception:

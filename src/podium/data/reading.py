@@ -12,8 +12,9 @@ from itertools import islice
 from podium.data.chat import Dropped, Prompt, load_map
 from podium.data.documents import Example
 from podium.data.dropping import no_trained_token
-from podium.data.examples import ExampleMaker, MadeExample
+from podium.data.examples import ExampleMaker
 from podium.data.kinds import MapFunction
+from podium.data.results import MadeExample
 from podium.data.rows import Row
 from podium.data.skipping import RowSkipper, SkipPolicy
 from podium.data.sources import open_source

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from podium.data import hub, storage
-from podium.data.files import DataFile, FileFormat, ParquetFile, format_of, known_suffixes, open_file
+from podium.data.files import (
+    ONE_READER,
+    DataFile,
+    FileFormat,
+    ParquetFile,
+    Readers,
+    format_of,
+    known_suffixes,
+    open_file,
+)
 from podium.data.rows import Row
 from podium.errors import DataError
 from podium.recipe.schema import SourceSection
@@ -75,12 +84,13 @@ class FilesSource:
         return storage.fingerprint([file.name for file in self.files])
 
 
-def open_source(section: SourceSection, key: str, *, keep_bad: bool = False) -> Source:
+def open_source(section: SourceSection, key: str, *, keep_bad: bool = False, readers: Readers = ONE_READER) -> Source:
     """Opens the source at `section.path`; `key` is its place in the recipe (`data.train.0`), named in every error.
-    `keep_bad`: a line that cannot be read becomes a row with a `problem`, and is no error."""
+    `keep_bad`: a line that cannot be read becomes a row with a `problem`, and is no error. `readers`: this rank, where
+    several ranks read the same rows and tell each other their errors."""
     if _is_dataset(section):
         return hub.open_dataset(section, key)
-    files = _open_files(section, key, keep_bad=keep_bad)
+    files = _open_files(section, key, keep_bad=keep_bad, readers=readers)
     if all(file.first_row() is None for file in files):
         raise _no_rows(section, key)
     return FilesSource(section.path, files, key)
@@ -119,12 +129,14 @@ def _is_dataset(section: SourceSection) -> bool:
     return _HUB_ID.match(path) is not None and not looks_local
 
 
-def _open_files(section: SourceSection, key: str, *, keep_bad: bool = False) -> list[DataFile]:
+def _open_files(
+    section: SourceSection, key: str, *, keep_bad: bool = False, readers: Readers = ONE_READER
+) -> list[DataFile]:
     names = _list(section, key)
     filled = [name for name in names if storage.size_bytes(name) > 0]
     if not filled:
         raise DataError(f"{key}: {section.path} is empty (0 bytes). Check that what writes it has finished.")
-    return [open_file(name, _format(name, section, key), key, keep_bad=keep_bad) for name in filled]
+    return [open_file(name, _format(name, section, key), key, keep_bad=keep_bad, readers=readers) for name in filled]
 
 
 def _list(section: SourceSection, key: str) -> list[str]:

@@ -11,8 +11,9 @@ from typing import TypeVar
 
 from podium.data.chat import Dropped
 from podium.data.documents import Document
-from podium.data.examples import MadeExample, SourcesMaker
+from podium.data.examples import SourcesMaker
 from podium.data.prompts import PromptTokenizer
+from podium.data.results import MadeExample
 from podium.data.rows import Row
 from podium.data.skipping import SkipCounts, SkippedRow, SkipPolicy
 from podium.data.sources import Source, open_source

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Protocol
 
-from podium.data.examples import MakerSpec, RowResult
+from podium.data.examples import MakerSpec
+from podium.data.results import RowResult
 from podium.data.rows import Row
 from podium.errors import DataError
 
@@ -27,11 +28,11 @@ class ChunkMaker(Protocol):
 
     capacity: int  # how many chunks may be in flight
 
-    def submit(self, rows: RowsOfSources) -> None:
-        """Queues a chunk of rows."""
+    def submit(self, rows: RowsOfSources | Exception) -> None:
+        """Queues a chunk of rows, or the error that reading ended with; nothing follows that."""
 
     def result(self, is_stopped: Callable[[], bool]) -> list[RowResult] | None:
-        """The oldest chunk's documents; None if stopped while waiting."""
+        """The oldest chunk's documents, or its error; None if stopped while waiting."""
 
     def close(self) -> None:
         """Ends the processes, if there are any."""
@@ -44,16 +45,19 @@ class InlineMaker:
 
     def __init__(self, spec: MakerSpec) -> None:
         self._maker = spec.build()
-        self._waiting: deque[RowsOfSources] = deque()
+        self._waiting: deque[RowsOfSources | Exception] = deque()
 
-    def submit(self, rows: RowsOfSources) -> None:
-        """Queues a chunk of rows."""
+    def submit(self, rows: RowsOfSources | Exception) -> None:
+        """Queues a chunk of rows, or the error that reading ended with."""
         self._waiting.append(rows)
 
     def result(self, is_stopped: Callable[[], bool]) -> list[RowResult] | None:
         """Makes the oldest chunk now."""
+        rows = self._waiting.popleft()
+        if isinstance(rows, Exception):
+            raise rows
         examples: list[RowResult] = []
-        for source, row in self._waiting.popleft():
+        for source, row in rows:
             if is_stopped():
                 return None
             examples.append(self._maker.make(source, row))
@@ -83,9 +87,13 @@ class TokenizerPool:
             self._processes.append(process)
         self._num_submitted = 0
         self._num_received = 0
+        self._ended_by: Exception | None = None  # follows the last chunk
 
-    def submit(self, rows: RowsOfSources) -> None:
-        """Sends a chunk of rows to the next worker."""
+    def submit(self, rows: RowsOfSources | Exception) -> None:
+        """Sends a chunk of rows to the next worker, or keeps the error that reading ended with."""
+        if isinstance(rows, Exception):
+            self._ended_by = rows
+            return
         assert self._num_submitted - self._num_received < self.capacity
         number = self._num_submitted % self.capacity
         try:
@@ -96,6 +104,8 @@ class TokenizerPool:
 
     def result(self, is_stopped: Callable[[], bool]) -> list[RowResult] | None:
         """Waits for the oldest chunk; None if stopped while waiting."""
+        if self._ended_by is not None and self._num_received == self._num_submitted:
+            raise self._ended_by
         number = self._num_received % self.capacity
         pipe, process = self._pipes[number], self._processes[number]
         while not is_stopped():
@@ -144,13 +154,14 @@ def _work(pipe: Connection, spec: MakerSpec) -> None:
                 maker = maker or spec.build()
                 answer: object = [maker.make(source, row) for source, row in rows]
             except Exception as error:
-                answer = _sendable(error)
+                answer = sendable(error)
             pipe.send(answer)
     except (EOFError, OSError):
         return
 
 
-def _sendable(error: Exception) -> Exception:
+def sendable(error: Exception) -> Exception:
+    """The error, or one with its text if it cannot be sent to another process."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # exceptions of plug-ins may not survive pickling

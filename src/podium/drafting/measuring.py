@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from podium.data.examples import ExampleMaker, MadeExample, shape_of
+from podium.data.examples import ExampleMaker, shape_of
 from podium.data.prompts import PromptTokenizer
+from podium.data.results import MadeExample
 from podium.data.tasks import Task, TaskReader
 from podium.data.tokenizer import has_tokenizer, load_tokenizer
 from podium.drafting.columns import DataFacts

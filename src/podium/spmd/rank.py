@@ -16,6 +16,7 @@ import transformers
 from podium.data.documents import Document
 from podium.data.endings import missing_stop_token
 from podium.data.examples import MakerSpec
+from podium.data.files import Readers
 from podium.data.loader import LoaderState, StepLoader, StepSize, decode
 from podium.data.skipping import SkipPolicy
 from podium.data.source_names import source_names
@@ -46,6 +47,7 @@ from podium.runs.milestones import Milestones
 from podium.runs.program_errors import named_program
 from podium.runs.result import RunResult
 from podium.spmd.evaluation import Evaluator
+from podium.spmd.exchanging import RankExchange
 from podium.spmd.kept_examples import kept_examples
 from podium.spmd.launch import RankPlace, StopRequest
 from podium.spmd.restarting import (
@@ -195,7 +197,7 @@ def _build(
         tokenizer = load_tokenizer(recipe.model)
         require_embeddings(tokenizer, model.vocab_size)
         peak = matrix_peak(mesh.device, compute_dtype(recipe.model, mesh.device))
-        loader = None if task.evaluates_only else stack.enter_context(_loader(recipe, progress.loader))
+        loader = None if task.evaluates_only else _loader(stack, recipe, progress.loader, mesh)
         max_tokens = _micro_batch(recipe, mesh)
         evaluator = (
             Evaluator(recipe, engine, tokenizer, model_folder, max_tokens=max_tokens) if recipe.data.heldout else None
@@ -268,17 +270,23 @@ def _restore(engine: TrainEngine, checkpoint: CheckpointReader, task: RankTask) 
     )
 
 
-def _loader(recipe: SpmdRecipe, state: LoaderState | None) -> StepLoader:
+def _loader(stack: ExitStack, recipe: SpmdRecipe, state: LoaderState | None, mesh: Mesh) -> StepLoader:
+    """The loader of the run's steps. Several ranks share the work of tokenizing. Collective."""
     data = recipe.data
-    policy = SkipPolicy.of(data)
+    exchange = None
+    if mesh.world > 1:
+        exchange = stack.enter_context(RankExchange(mesh, timeout_s=recipe.placement.timeout_s))
+    policy, readers = SkipPolicy.of(data), Readers(rank=mesh.rank, world=mesh.world)
     sources = [
-        open_source(section, f"data.train.{index}", keep_bad=policy.skips) for index, section in enumerate(data.train)
+        open_source(section, f"data.train.{index}", keep_bad=policy.skips, readers=readers)
+        for index, section in enumerate(data.train)
     ]
-    return StepLoader(
+    loader = StepLoader(
         sources, MakerSpec.of(recipe), seed=recipe.run.seed, shuffle=data.shuffle, shuffle_rows=data.shuffle_rows,
         size=StepSize(tokens=recipe.tokens_per_step, rows=recipe.rows_per_step), window=data.packing_window,
-        workers=data.workers, prefetch=data.prefetch, state=state, policy=policy,
+        workers=data.workers, prefetch=data.prefetch, state=state, policy=policy, exchange=exchange,
     )  # fmt: skip
+    return stack.enter_context(loader)
 
 
 def _micro_batch(recipe: SpmdRecipe, mesh: Mesh) -> int:

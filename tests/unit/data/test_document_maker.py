@@ -5,7 +5,8 @@ import pytest
 from chat_tokenizers import CHATML, byte_tokenizer, text_of, trained_spans
 
 from podium.data.chat import DocumentMaker, Dropped, Made
-from podium.data.examples import ExampleMaker, MadeExample, SourcesMaker
+from podium.data.examples import ExampleMaker, SourcesMaker
+from podium.data.results import MadeExample
 from podium.data.rows import Row
 from podium.errors import DataError
 from podium.recipe import SourceSection

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from podium.data.chat import Dropped
 from podium.data.composing import StepComposer, StepSize, first_state
 from podium.data.documents import Document, Example, SplitExamples, pack_examples
-from podium.data.examples import ExampleMaker, MadeExample, MakerSpec, shape_of
+from podium.data.examples import ExampleMaker, MakerSpec, shape_of
 from podium.data.loader import StepLoader
 from podium.data.packing import compose_step
 from podium.data.reading import OrderedRows
+from podium.data.results import MadeExample
 from podium.data.rows import Row
 from podium.data.sources import open_source
 from podium.data.state import decode, encode

@@ -10,8 +10,9 @@ from chat_tokenizers import CHATML, byte_tokenizer, text_of, trained_spans
 from podium.data.chat import Dropped
 from podium.data.checking import check_source
 from podium.data.comparisons import check_judged, judged
-from podium.data.examples import ExampleMaker, MadeExample
+from podium.data.examples import ExampleMaker
 from podium.data.reading import OrderedRows
+from podium.data.results import MadeExample
 from podium.data.rows import Row
 from podium.data.scored import ConversationEncoder
 from podium.errors import DataError

@@ -5,6 +5,7 @@ import csv
 import gzip
 import importlib.util
 import json
+import pickle
 import re
 import sys
 
@@ -15,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from podium.data.files import CsvFile, JsonlFile
+from podium.data.files import CsvFile, JsonlFile, Readers
 from podium.data.sources import first_row, open_source
-from podium.errors import DataError, MissingExtraError
+from podium.errors import BadRowError, DataError, MissingExtraError
 from podium.recipe import SourceSection
 
 
@@ -74,6 +75,37 @@ def test_a_line_longer_than_a_block_is_read_once(tmp_path):
     source = JsonlFile(str(file), "data.train.0", 16)
     assert source.num_blocks == 8
     assert [row.values["text"][0] for row in rows_of(source)] == ["x", "y"]
+
+
+def test_several_readers_have_the_same_rows_and_each_parses_a_part_of_them(tmp_path, monkeypatch):
+    file, parse, parsed = write_jsonl(tmp_path / "a.jsonl", ROWS), json.loads, []
+    monkeypatch.setattr(json, "loads", lambda line: parsed.append(line) or parse(line))
+    for rank in range(3):
+        source = open_source(section(file), "data.train.0", readers=Readers(rank=rank, world=3))
+        parsed.clear()
+        rows = rows_of(source)
+        assert len(parsed) in (1, 2)
+        assert [dict(row.values) for row in pickle.loads(pickle.dumps(rows))] == values_of(source) == ROWS
+        assert [row.where for row in rows] == [f"{file}, line {number}" for number in range(1, 6)]
+
+
+@pytest.mark.parametrize("line", range(5))
+def test_one_of_several_readers_finds_a_malformed_line_and_the_others_when_they_use_it(tmp_path, line):
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join("[1]\n" if number == line else '{"text": "fine"}\n' for number in range(5)))
+    message = rf"data\.train\.0: .*a\.jsonl, line {line + 1}: a JSON list"
+    found = []
+    for rank in range(3):
+        source = JsonlFile(str(file), "data.train.0", 1000, readers=Readers(rank=rank, world=3))
+        try:
+            rows = source.read_block(0)
+        except DataError as error:
+            found.append(str(error))
+            continue
+        with pytest.raises(BadRowError, match=message):
+            dict(rows[line].values)
+    assert len(found) == 1
+    assert re.search(message, found[0])
 
 
 def test_malformed_json_is_named_by_key_file_and_line_even_in_a_late_block(tmp_path):
