@@ -56,6 +56,7 @@ TORCH_FREE = (
     "models.cpu_settings",
     "algorithms.advantages",
     "algorithms.kl",
+    "algorithms.router_statistics",
     "algorithms.staleness",
     "algorithms.statistics",
     "algorithms.sums",

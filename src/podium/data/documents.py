@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from podium.data.routed_experts import Experts, aligned
+
 Tokens = NDArray[np.int32]
 Mask = NDArray[np.bool_]
 
@@ -22,6 +24,7 @@ class Document:
 
     tokens: Tokens
     trained: Mask
+    experts: Experts | None = None  # to be replayed, of each token; None: routers choose
 
     @property
     def num_inputs(self) -> int:
@@ -63,6 +66,7 @@ class PackedBatch:
     targets_T: Tokens
     weights_T: NDArray[np.float32]  # 1 where the target is trained, else 0
     offsets: NDArray[np.int32]  # D + 1 document boundaries, from 0 to T
+    experts_TLK: Experts | None = None  # that routers must choose; None: they choose themselves
 
     @property
     def num_tokens(self) -> int:
@@ -92,6 +96,7 @@ def pack(documents: Sequence[Document]) -> PackedBatch:
         targets_T=np.concatenate([document.tokens[1:] for document in documents]),
         weights_T=np.concatenate([document.trained[1:] for document in documents]).astype(np.float32),
         offsets=offsets,
+        experts_TLK=aligned([(document.experts, document.num_inputs) for document in documents]),
     )
 
 

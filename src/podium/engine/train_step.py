@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from podium.algorithms.dense import token_cross_entropy
+from podium.algorithms.router_statistics import RouterStatistics
 from podium.data.documents import Example, PackedBatch, PackedExamples, pack_examples
 from podium.engine.mesh import Mesh
 from podium.engine.optimizer import AdamW
 from podium.engine.parameters import TrainedParameter
+from podium.engine.router_watch import RouterWatch, WatchedStep
 from podium.engine.sharding import PackedModel, local_tensor
 from podium.errors import UnsupportedModelError
 from podium.models.causal_lm import PackedCausalLM
@@ -40,6 +42,7 @@ class StepReport:
     stop_requested: bool  # some rank should stop
     save_failed: bool  # some rank could not write its part of a checkpoint
     sums: Mapping[str, float]  # sums of the step's tally, over all ranks
+    routers: RouterStatistics | None = None  # of a mixture of experts
 
 
 class Tally:
@@ -97,8 +100,9 @@ def by_source(objective: TokenObjective | EntropyObjective, tally: Tally, source
 class PendingReport:
     """A step's report that may still be in transfer from the device: reading it waits."""
 
-    def __init__(self, values: Tensor, names: Sequence[str] = ()) -> None:
-        self._names = tuple(names)
+    def __init__(self, values: Tensor, names: Sequence[str] = (), routers: RouterWatch | None = None) -> None:
+        """`values`: the report, the sums of these names, and those of the routers."""
+        self._names, self._routers = tuple(names), routers
         self._event: torch.cuda.Event | None = None
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -113,6 +117,7 @@ class PendingReport:
         if self._event is not None:
             self._event.synchronize()
         loss, grad_norm, skipped, stops, differs, failed, *sums = self._values.tolist()
+        sums, routed = sums[: len(self._names)], sums[len(self._names) :]
         if differs:
             raise UnsupportedModelError(
                 "some parameters got a gradient on one rank and none on another, so their sum over the ranks would be "
@@ -122,6 +127,7 @@ class PendingReport:
         return StepReport(
             loss=loss, grad_norm=grad_norm, skipped=skipped > 0, stop_requested=stops > 0,
             save_failed=failed > 0, sums=dict(zip(self._names, sums, strict=True)),
+            routers=None if self._routers is None else self._routers.statistics(routed),
         )  # fmt: skip
 
 
@@ -155,6 +161,11 @@ class LazyBatches:
     def __iter__(self) -> Iterator[ObjectiveBatch]:
         return (self._make(pack_examples(part)) for part in self._parts)
 
+    @property
+    def packed(self) -> Iterator[PackedBatch]:
+        """The micro-batches without their objectives, which are not created for this."""
+        return (pack_examples(part).packed for part in self._parts)
+
 
 class TrainEngine:
     """Model, optimizer and mesh of one rank. Depends on losses, not on methods or on where it runs."""
@@ -166,6 +177,8 @@ class TrainEngine:
         optimizer: AdamW,
         mesh: Mesh,
         clip_norm: float | None,
+        *,
+        router_aux_loss_coef: float = 0.0,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -177,6 +190,7 @@ class TrainEngine:
         self._replicated = [each for each in self._trained if sharded and not isinstance(each.parameter, DTensor)]
         self._clip_norm = clip_norm
         self._multiple = round_tokens(mesh.device)
+        self._routers = RouterWatch.of(model, mesh, router_aux_loss_coef)  # None: no mixture of experts
         self.save_failed = False  # whether this rank tells the others that a checkpoint failed, with its next step
         self.num_optimizer_steps = 0  # of this process, begun: skipped ones count too
         self.before_update: Callable[[], None] = _nothing  # called before weights and moments change
@@ -222,8 +236,10 @@ class TrainEngine:
         each trained token: log-probs and entropies of a language model, values of a critic. `tally`: collects sums of
         the objectives."""
         self.model.train()
-        total, gradients, seen = self._gradients(micro_batches, normalizer)
-        report = self._apply(total, gradients, normalizer=normalizer, lr=lr, stop_requested=stop_requested, tally=tally)
+        total, gradients, seen, routed = self._gradients(micro_batches, normalizer)
+        report = self._apply(
+            total, gradients, normalizer=normalizer, lr=lr, stop_requested=stop_requested, tally=tally, routed=routed
+        )
         return report, seen
 
     def _apply(
@@ -235,13 +251,15 @@ class TrainEngine:
         lr: float,
         stop_requested: bool,
         tally: Tally | None,
+        routed: Tensor | None,
     ) -> PendingReport:
         squares = self._norms(gradients, total).square().sum()
         # `new_full` fills on the device; `new_tensor` would copy from the host and wait for all work in flight.
         pattern = self._pattern(gradients)
         flags = [total.new_full((), float(each)) for each in (stop_requested, pattern, self.save_failed)]
         mine = torch.stack([total, squares, *flags])
-        sums = self.mesh.sum(mine if tally is None else torch.cat([mine, tally.sums_M]))
+        more = [*([] if tally is None else [tally.sums_M]), *([] if routed is None else [routed])]
+        sums = self.mesh.sum(torch.cat([mine, *more]) if more else mine)
         norm = sums[1].sqrt()
         skip = (~torch.isfinite(sums[:2]).all()).float()
         limit = self._clip_norm or float("inf")
@@ -251,7 +269,7 @@ class TrainEngine:
         self.optimizer.step(gradients, lr=lr, clip=clip, skip=skip)
         differs = sums[3] - self.mesh.world * pattern
         values = torch.cat([torch.stack([sums[0] / normalizer, norm, skip, sums[2], differs, sums[4]]), sums[5:]])
-        return PendingReport(values, () if tally is None else tally.names)
+        return PendingReport(values, () if tally is None else tally.names, self._routers)
 
     def _norms(self, gradients: Mapping[int, Tensor], total: Tensor) -> Tensor:
         """Norm of each parameter's gradient that this rank counts: a parameter held whole by all ranks is counted by
@@ -285,13 +303,15 @@ class TrainEngine:
 
     def _gradients(
         self, micro_batches: ObjectiveBatches, normalizer: float
-    ) -> tuple[Tensor, dict[int, Tensor], list[tuple[Tensor, ...]]]:
+    ) -> tuple[Tensor, dict[int, Tensor], list[tuple[Tensor, ...]], Tensor | None]:
         total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
         sums: dict[int, Tensor] = {}
         seen: list[tuple[Tensor, ...]] = []
+        watched = None if self._routers is None else self._routers.begin(_packed(micro_batches), self._multiple)
         for batch in micro_batches:
-            value, *rest = self._forward(batch)
+            value, *rest = self._forward(batch, watched)
             (value / normalizer).backward()
+            self.model.route(None)
             total += value.detach()
             seen.append(tuple(rest))
             if len(micro_batches) > 1:
@@ -300,11 +320,15 @@ class TrainEngine:
         by_parameter = {id(each): self._gradient(each, sums) for each in self._trained}
         gradients = {key: gradient for key, gradient in by_parameter.items() if gradient is not None}
         self._sum_replicated(gradients)
-        return total, gradients, seen
+        return total, gradients, seen, None if watched is None else watched.sums
 
-    def _forward(self, batch: ObjectiveBatch) -> tuple[Tensor, ...]:
+    def _forward(self, batch: ObjectiveBatch, watched: WatchedStep | None = None) -> tuple[Tensor, ...]:
         tokens = to_device(batch.packed, self.mesh.device, multiple=self._multiple)
-        result: tuple[Tensor, ...] = self.model(tokens, batch.objective, batch.kind)
+        if watched is None:
+            result: tuple[Tensor, ...] = self.model(tokens, batch.objective, batch.kind)
+            return result
+        with watched.watching(tokens, batch.packed) as tokens:
+            result = self.model(tokens, batch.objective, batch.kind)
         return result
 
     def _add_in_float32(self, sums: dict[int, Tensor]) -> None:
@@ -368,6 +392,12 @@ class TrainEngine:
 
 def _nothing() -> None:
     """Nobody reads the weights meanwhile."""
+
+
+def _packed(micro_batches: ObjectiveBatches) -> Iterator[PackedBatch]:
+    if isinstance(micro_batches, LazyBatches):
+        return micro_batches.packed
+    return (batch.packed for batch in micro_batches)
 
 
 def _of_tokens(micro_batches: Sequence[PackedBatch], loss: TokenLoss) -> list[ObjectiveBatch]:

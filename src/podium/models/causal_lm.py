@@ -33,6 +33,7 @@ from podium.models.new_tokens import grown_vocabulary
 from podium.models.packing import TokenBatch
 from podium.models.plain import PlainKind, plain_outputs
 from podium.models.precision import keep_in_float32
+from podium.models.routing import attach_routers
 from podium.models.training_mode import TrainedModule
 from podium.recipe import ModelSection
 
@@ -52,6 +53,7 @@ class PackedCausalLM(TrainedModule):
         self.head_spec = _head_spec(model, vocab_size)
         # Looked up once: sharding renames the classes later.
         self.layers = decoder_layers(model)
+        self.routers, self.router_problem = attach_routers(model, self.layers)
         model.set_attn_implementation(PACKED_ATTENTION)
         self.train()
 
@@ -97,12 +99,13 @@ class PackedCausalLM(TrainedModule):
 
     def hidden(self, batch: TokenBatch) -> Tensor:
         """Last hidden states [T, E]."""
-        out = self.hf.get_decoder()(
-            input_ids=batch.tokens_T.unsqueeze(0),
-            position_ids=batch.positions_T.unsqueeze(0),
-            use_cache=False,
-            packing=batch.packing,
-        )
+        with self.routed(batch.packing.routing):
+            out = self.hf.get_decoder()(
+                input_ids=batch.tokens_T.unsqueeze(0),
+                position_ids=batch.positions_T.unsqueeze(0),
+                use_cache=False,
+                packing=batch.packing,
+            )
         if getattr(out, "last_hidden_state", None) is None:
             raise UnsupportedModelError(
                 f"{type(self.hf).__name__} gives no last hidden states, so it is not supported."
@@ -114,7 +117,8 @@ class PackedCausalLM(TrainedModule):
         def logits(tokens_DL: Tensor) -> Tensor:
             return self.hf(input_ids=tokens_DL, use_cache=False).logits.float()  # type: ignore[no-any-return]
 
-        return plain_outputs(self.hf, batch, logits, kind)[batch.trained_S][:, : self.vocab_size]
+        with self.routed(None):
+            return plain_outputs(self.hf, batch, logits, kind)[batch.trained_S][:, : self.vocab_size]
 
     def without_adapter(self) -> AbstractContextManager[None]:
         """A context in which the model computes as the frozen base of its adapter. Raises an error if it has none."""

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from podium.data.documents import PackedBatch, PackedExamples
+from podium.data.routed_experts import unrecorded
+from podium.models.routing import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,6 +33,7 @@ class Packing:
     longest: int
     runs: tuple[Run, ...]  # for kernels that go document by document; empty where a variable-length kernel is used
     windows: list[int | None] | None = None  # if given, every attention call records its sliding window
+    routing: Routing | None = None  # for the routers of a mixture of experts
 
 
 class AttentionStep(Protocol):
@@ -87,6 +90,10 @@ def to_device(batch: PackedBatch, device: torch.device, *, multiple: int = 1) ->
         tokens = np.concatenate([tokens, np.zeros(padding, np.int32)])
         positions = np.concatenate([positions, np.arange(padding, dtype=np.int32)])
         offsets = np.concatenate([offsets, np.array([len(tokens)], np.int32)])
+    routing, experts = None, batch.experts_TLK
+    if experts is not None:
+        experts = np.concatenate([experts, unrecorded(padding, experts)]) if padding else experts
+        routing = Routing(replayed_TLK=on_device(experts, device))
     trained = np.flatnonzero(batch.weights_T)
     on_cuda = device.type == "cuda"
     return TokenBatch(
@@ -99,6 +106,7 @@ def to_device(batch: PackedBatch, device: torch.device, *, multiple: int = 1) ->
             boundaries=on_device(offsets, device),
             longest=int(np.diff(offsets).max()),
             runs=() if on_cuda else runs_of(offsets),
+            routing=routing,
         ),
     )
 

@@ -20,6 +20,7 @@ from podium.models.new_tokens import grown_vocabulary
 from podium.models.packing import TokenBatch
 from podium.models.plain import PlainKind, plain_outputs
 from podium.models.precision import keep_in_float32
+from podium.models.routing import attach_routers
 from podium.models.training_mode import TrainedModule
 from podium.recipe import ModelSection
 
@@ -43,6 +44,7 @@ class PackedScalarLM(TrainedModule):
         self.hf = model
         self.vocab_size = vocab_size
         self.layers = decoder_layers(model)
+        self.routers, self.router_problem = attach_routers(model, self.layers)
         model.set_attn_implementation(PACKED_ATTENTION)
         self.train()
 
@@ -55,12 +57,13 @@ class PackedScalarLM(TrainedModule):
         computed in another way (plain.py)."""
         if kind == "plain" or kind == "padded":
             return self._plain_states(batch, kind)
-        out = self.hf.base_model(
-            input_ids=batch.tokens_T.unsqueeze(0),
-            position_ids=batch.positions_T.unsqueeze(0),
-            use_cache=False,
-            packing=batch.packing,
-        )
+        with self.routed(batch.packing.routing):
+            out = self.hf.base_model(
+                input_ids=batch.tokens_T.unsqueeze(0),
+                position_ids=batch.positions_T.unsqueeze(0),
+                use_cache=False,
+                packing=batch.packing,
+            )
         hidden_SE = out.last_hidden_state[0].index_select(0, batch.trained_S)
         if kind == "scores":
             states: Tensor = hidden_SE.float()
@@ -78,7 +81,8 @@ class PackedScalarLM(TrainedModule):
         def states(tokens_DL: Tensor) -> Tensor:
             return self.hf.base_model(input_ids=tokens_DL, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
-        return plain_outputs(self.hf, batch, states, kind)[batch.trained_S].float()
+        with self.routed(None):
+            return plain_outputs(self.hf, batch, states, kind)[batch.trained_S].float()
 
 
 def build_scalar(

@@ -7,14 +7,18 @@ probability that could be set to 0. So the modules stay in eval mode while they 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from podium.models.routing import Routers, Routing
 
 
 class TrainedModule(nn.Module):
@@ -22,6 +26,7 @@ class TrainedModule(nn.Module):
     `dropout`. An adapter's own dropout always follows: its probability is the recipe's (model.lora.dropout)."""
 
     hf: PreTrainedModel
+    routers: Routers | None  # of a mixture of experts; None: the model is dense, or its routers are not known
 
     def __init__(self, *, dropout: bool) -> None:
         super().__init__()
@@ -36,6 +41,22 @@ class TrainedModule(nn.Module):
                 if "lora_dropout" in name.split(".") or _is_checkpointed(module):
                     module.training = True
         return self
+
+    def route(self, routing: Routing | None) -> None:
+        """Sets what the routers of a mixture do beside routing, until the next call. Nothing in a dense model."""
+        if self.routers is not None:
+            self.routers.enter(routing)
+
+    @contextmanager
+    def routed(self, routing: Routing | None) -> Iterator[None]:
+        """A context of one forward. With gradients its effect lasts: layers may be recomputed in the backward pass, and
+        who calls that ends it with `route(None)`."""
+        self.route(routing)
+        try:
+            yield
+        finally:
+            if not torch.is_grad_enabled():
+                self.route(None)
 
     def checkpoint_activations(self) -> None:
         """Recomputes every decoder layer in the backward pass. Before sharding."""

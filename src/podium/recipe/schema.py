@@ -62,6 +62,11 @@ class ModelSection(PathSection):
         False,
         description="Train with the dropout and router noise of the checkpoint's config; sft and reward_model only.",
     )
+    router_aux_loss_coef: Real = Field(
+        0.0,
+        ge=0,
+        description="Mixtures of experts: coefficient of the load-balancing loss, over all tokens of a step. 0: off.",
+    )
     pad_vocab_to: Count = Field(64, description="Vocabulary rows are padded to a multiple of this inside the run.")
     trust_remote_code: Switch = Field(False, description="Run Python code that the checkpoint ships. Off unless asked.")
     lora: LoraSection | None = Field(None, description="Train a low-rank adapter instead of all weights.")
@@ -73,7 +78,9 @@ class ModelSection(PathSection):
     def for_checkpoint(self, path: str) -> ModelSection:
         """How another checkpoint (a reference, teacher, critic or reward model) computes beside this model: without its
         adapter, and without `trust_remote_code`. Trust in this model's code is not trust in the other's."""
-        changes = {"path": path, "init": "pretrained", "lora": None, "trust_remote_code": False}
+        changes = {
+            "path": path, "init": "pretrained", "lora": None, "trust_remote_code": False, "router_aux_loss_coef": 0.0,
+        }  # fmt: skip
         return self.model_copy(update=changes)
 
 

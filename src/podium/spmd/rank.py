@@ -188,7 +188,10 @@ def _build(
         torch.set_num_threads(recipe.placement.threads or 1)
         model, trained = _place(recipe, model_folder, mesh, checkpoint)
         optimizer = AdamW(trained, recipe.optimizer)
-        engine = TrainEngine(model, trained, optimizer, mesh, recipe.optimizer.clip_norm)
+        engine = TrainEngine(
+            model, trained, optimizer, mesh, recipe.optimizer.clip_norm,
+            router_aux_loss_coef=recipe.model.router_aux_loss_coef,
+        )  # fmt: skip
         progress = _restore(engine, checkpoint, task) if checkpoint is not None else SpmdProgress()
         settings = _cpu_settings(recipe, folder, engine)
         if recipe.model.self_check:

@@ -302,6 +302,7 @@ class SpmdRun(Generic[RecipeT_co]):
             **({"rows_skipped": float(counts.skipped)} if self.recipe.data.on_error == "skip" else {}),
             **(self._averages(report.sums, step.num_examples) if self._averages is not None else {}),
             **source_metrics(step.split, report.sums, self._unit),
+            **(report.routers.metrics() if report.routers is not None else {}),
         }
         if step.number == 1:
             self._warn_of_endings(step)

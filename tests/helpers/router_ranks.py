@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks do in tests of routers. Here, because a spawned process imports it by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from helpers.engines import LENGTHS, make_engine, num_trained, random_documents
+from helpers.ranks import all_on_rank_0, dealt, mesh_of, whole_gradient
+from podium.algorithms.dense import token_cross_entropy
+from podium.data.documents import Document
+from podium.engine.mesh import Mesh
+from podium.engine.train_step import TrainEngine
+from podium.spmd.launch import RankPlace
+
+COEFFICIENT = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoutedResult:
+    """Whole gradients with the load-balancing loss, by how documents are dealt, and a step's statistics."""
+
+    gradients: Mapping[str, Tensor]
+    metrics: Mapping[str, float]
+
+
+def replaying(documents: list[Document], model: TrainEngine) -> list[Document]:
+    """With random experts for half of the documents."""
+    routers, draw = model.language_model.routers, np.random.default_rng(0)
+    assert routers is not None
+    shape = routers.shape
+    made = []
+    for number, document in enumerate(documents):
+        order = draw.random((len(document.tokens), shape.num_layers, shape.num_experts)).argsort(-1)
+        experts = order[..., : shape.per_token].astype(shape.dtype)
+        made.append(replace(document, experts=experts if number % 2 else None))
+    return made
+
+
+def routed_on(mesh: Mesh, folder: Path, **model: str) -> RoutedResult:
+    """Collective."""
+    plain = make_engine(folder, mesh, **model)
+    engine = TrainEngine(
+        plain.model, plain.optimizer.trained, plain.optimizer, mesh, None, router_aux_loss_coef=COEFFICIENT
+    )
+    documents = random_documents(LENGTHS)
+    given = replaying(documents, engine)
+    gradients = {
+        "dealt": whole_gradient(engine, dealt(documents, mesh)),
+        "lopsided": whole_gradient(engine, all_on_rank_0(documents, mesh)),
+        "replayed": whole_gradient(engine, dealt(given, mesh)),
+    }
+    report = engine.train_step(dealt(given, mesh), token_cross_entropy, normalizer=num_trained(given), lr=0.0).resolve()
+    assert report.routers is not None
+    return RoutedResult(gradients=gradients, metrics=report.routers.metrics())
+
+
+def routed_rank(place: RankPlace, folder: Path) -> tuple[RoutedResult, RoutedResult]:
+    """With and without activation checkpointing."""
+    with mesh_of(place) as mesh:
+        return routed_on(mesh, folder), routed_on(mesh, folder, activation_checkpointing="layers")
