@@ -27,7 +27,8 @@ from podium.environments.rewards import check_rewards, declared_reward
 from podium.environments.signatures import require_options
 from podium.errors import PodiumError, RecipeError, counted
 from podium.models.adapter_folder import check_adapter
-from podium.models.folder import check_model_folder, check_speaks
+from podium.models.folder import check_model_folder, check_speaks, read_config
+from podium.models.tensor_plan import KEY, possible_sizes, undivided, unsupported_type
 from podium.observe.row_progress import RowProgress
 from podium.observe.tracking import TRACKERS, require_tracker
 from podium.recipe import (
@@ -51,6 +52,7 @@ from podium.recipe import (
 from podium.recipe.definitions import definition_of
 from podium.recipe.dense import CustomPreference
 from podium.recipe.losses import PAIR_INPUTS, TOKEN_INPUTS, declared_inputs
+from podium.recipe.policy_mesh import PolicyMeshSection, nearest
 from podium.recipe.programs import wrong_kind
 from podium.recipe.schema import NewTokensSection
 
@@ -135,6 +137,8 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
             yield partial(check_speaks, model_beside.path, model_beside.key)
     if not isinstance(recipe, RewardModelRecipe):
         yield lambda: check_speaks(model.path, "model.path")
+    if isinstance(recipe, SpmdRecipe) and recipe.placement.policy is not None and recipe.placement.policy.tensor > 1:
+        yield partial(_check_tensor_axis, recipe.placement.policy, recipe.placement.devices, recipe)
 
 
 def memory_report(recipe: Recipe, device: str | None = None) -> list[str]:
@@ -186,6 +190,27 @@ def not_looked_at(device: str) -> str:
 
     name = device_named(device).name
     return f"memory: stages of a pipeline are not compared with {name}. Check one stage as a recipe."
+
+
+def _check_tensor_axis(policy: PolicyMeshSection, devices: int, recipe: Recipe) -> None:
+    """That the policy, and every model that is placed beside it, can be divided over the tensor axis. A folder without
+    a config is another look's."""
+    models = {"model.path": recipe.model.path} | {other.key: other.path for other in _other_models(recipe)}
+    for key, path in models.items():
+        if not (Path(path) / "config.json").is_file():
+            continue  # a hub id: the run says it, before its first step
+        config = read_config(Path(path), key)
+        config = config.get("text_config") or config
+        reason = unsupported_type(str(config.get("model_type")))
+        if reason is not None:
+            raise RecipeError(f"{KEY}: {key}: {reason}")
+        left = undivided(config, policy.tensor)
+        if left:
+            fits = nearest(policy, devices, possible_sizes(config, devices))
+            raise RecipeError(
+                f"{KEY}: {policy.tensor} does not divide {' and '.join(left)} of {key} ({path}). Use "
+                f"placement.policy {fits}."
+            )
 
 
 def _check_kind(recipe: CustomSpmdRecipe | CustomOnPolicyRecipe) -> None:
@@ -335,7 +360,7 @@ def deep_report(recipe: Recipe, *, all_rows: bool = False, progress: TextIO | No
     `progress` shows how far it is."""
     from podium.data.tokenizer import load_tokenizer, require_embeddings, require_same_tokens
     from podium.models.causal_lm import load_config
-    from podium.models.folder import local_folder, read_config
+    from podium.models.folder import local_folder
     from podium.models.new_tokens import grown_vocabulary
     from podium.recipe.resolving import resolved
 

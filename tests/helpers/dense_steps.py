@@ -19,7 +19,7 @@ from helpers.ranks import assembled, mesh_of
 from podium.data.document_store import DocumentStore
 from podium.data.documents import Document, Example, SplitExamples
 from podium.data.splitting import split_step
-from podium.engine.mesh import Mesh
+from podium.engine.mesh import Mesh, with_axes
 from podium.engine.optimizer import AdamW
 from podium.engine.scoring import summed_logprobs
 from podium.engine.sharding import place, place_scalar
@@ -32,6 +32,7 @@ from podium.programs.reward_model import RewardModelMethod
 from podium.programs.teachers import LiveTeachers, Teachers, stored_targets
 from podium.recipe import ModelSection, OptimizerSection
 from podium.recipe.dense import DistillSection, KtoPreference, PreferenceSection, RewardModelSection
+from podium.recipe.policy_mesh import MeshSizes
 from podium.spmd.launch import RankPlace
 
 VOCABULARY = 250
@@ -117,9 +118,9 @@ def scored(pairs: Sequence[Example]) -> tuple[Example, ...]:
     )
 
 
-def dense_rank(where: RankPlace, task: DenseTask) -> dict[str, Stepped]:
+def dense_rank(where: RankPlace, task: DenseTask, sizes: MeshSizes | None = None) -> dict[str, Stepped]:
     with mesh_of(where) as mesh:
-        return dense_on(mesh, task)
+        return dense_on(mesh if sizes is None else with_axes(mesh, sizes, timeout_s=120), task)
 
 
 def dense_on(mesh: Mesh, task: DenseTask) -> dict[str, Stepped]:
@@ -150,9 +151,9 @@ def step_of(mesh: Mesh, task: DenseTask, case: Case) -> Stepped:
 def dealt(rows: tuple[Example, ...], mesh: Mesh, max_tokens: int) -> SplitExamples:
     """As a run deals them."""
     plan = split_step(
-        [example.num_inputs for example in rows], num_ranks=mesh.world, max_tokens=max_tokens, hard_cap=False
+        [example.num_inputs for example in rows], num_ranks=mesh.data_ranks, max_tokens=max_tokens, hard_cap=False
     )
-    return SplitExamples(examples=rows, rows=tuple(tuple(part.tolist()) for part in plan.rows(mesh.rank)[0]))
+    return SplitExamples(examples=rows, rows=tuple(tuple(part.tolist()) for part in plan.rows(mesh.data_rank)[0]))
 
 
 def _engine(mesh: Mesh, task: DenseTask, case: Case) -> RecordingEngine:

@@ -112,13 +112,13 @@ def group_rank(place: RankPlace, task: GroupTask) -> GroupResult:
 
 
 def dealt(documents: list[Document], mesh: Mesh) -> list[PackedBatch]:
-    """Every world-th document, in two micro-batches of unequal size."""
-    mine = documents[mesh.rank :: mesh.world]
+    """Every n-th document of n ranks with different data, in two micro-batches of unequal size."""
+    mine = documents[mesh.data_rank :: mesh.data_ranks]
     return [pack(mine[:1]), pack(mine[1:])]
 
 
 def all_on_rank_0(documents: list[Document], mesh: Mesh) -> list[PackedBatch]:
-    return [pack(documents if mesh.rank == 0 else [])]
+    return [pack(documents if mesh.data_rank == 0 else [])]
 
 
 def two_steps(engine: TrainEngine) -> tuple[float, ...]:
@@ -157,13 +157,15 @@ def whole_state(engine: TrainEngine) -> dict[str, Tensor]:
 
 def assembled(engine: TrainEngine, local: dict[str, Tensor]) -> dict[str, Tensor]:
     """Each rank's part of every tensor, laid into the whole. Collective."""
-    held: dict[str, TrainedParameter] = {each.name: each for each in engine.optimizer.trained}
-    parts = engine.mesh.gather({name: (held[name].box, tensor.clone()) for name, tensor in local.items()})
+    of_name: dict[str, TrainedParameter] = {each.name: each for each in engine.optimizer.trained}
+    parts = engine.mesh.gather({name: (of_name[name].box, tensor.clone()) for name, tensor in local.items()})
     whole = {}
     for name in local:
-        tensor = torch.full(held[name].shape, float("nan"))
+        tensor = torch.full(of_name[name].shape, float("nan"))
         for part in parts:
             box, values = part[name]
+            held = tensor[box.slices()]
+            assert bool(held.isnan().all()) or torch.equal(held, values), f"{name} differs on ranks that hold the same"
             tensor[box.slices()] = values
         whole[name] = tensor
     return whole

@@ -59,6 +59,12 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "granite": {"model_type": "granite", "logits_scaling": 4.0},
+    "qwen2": {"model_type": "qwen2"},  # with biases at queries, keys and values
+    "gemma": {"model_type": "gemma", "head_dim": 8, "tie_word_embeddings": True},
+    "smollm3": {"model_type": "smollm3", "pad_token_id": 0},
+    "phi3": {"model_type": "phi3", "pad_token_id": 0},  # queries, keys and values are one layer
+    "olmo2": {"model_type": "olmo2", "pad_token_id": 0},  # norms over all heads together
+    "glm4": {"model_type": "glm4", "head_dim": 8, "pad_token_id": 0},
     "gpt_oss": {
         "model_type": "gpt_oss",
         "head_dim": 8,

@@ -31,6 +31,7 @@ from helpers.dense_steps import (
     step_of,
 )
 from helpers.engines import one_rank
+from helpers.meshes import name_of
 from helpers.tiny import save_tiny_model, tiny_config
 from podium.data.document_store import DocumentStore
 from podium.data.documents import Document, Example
@@ -45,10 +46,14 @@ from podium.recipe.dense import (
     SigmoidPreference,
     SimpoPreference,
 )
+from podium.recipe.policy_mesh import MeshSizes
 from podium.spmd.launch import launch
 
 SAME = 1e-5
-WORLDS = [pytest.param(world, marks=pytest.mark.slow) for world in (2, 4)]
+MESHES = [
+    pytest.param(sizes, marks=pytest.mark.slow, id=name_of(sizes))
+    for sizes in (MeshSizes(shard=2), MeshSizes(shard=4), MeshSizes(tensor=2), MeshSizes(replicate=2, tensor=2))
+]
 TOP = 7
 
 CASES = {
@@ -445,18 +450,18 @@ def test_ktos_baseline_keeps_to_the_budget_of_a_micro_batch(task: DenseTask, mon
 
 
 @pytest.fixture(scope="module")
-def groups() -> dict[int, dict[str, Stepped]]:
+def groups() -> dict[MeshSizes, dict[str, Stepped]]:
     """Filled as worlds are asked for."""
     return {}
 
 
-@pytest.fixture(params=WORLDS)
+@pytest.fixture(params=MESHES)
 def several(
-    request: pytest.FixtureRequest, task: DenseTask, groups: dict[int, dict[str, Stepped]], tmp_path: Path
+    request: pytest.FixtureRequest, task: DenseTask, groups: dict[MeshSizes, dict[str, Stepped]], tmp_path: Path
 ) -> dict[str, Stepped]:
     if request.param not in groups:
         groups[request.param] = launch(
-            dense_rank, (task,), ranks=request.param, restarts=0, stop_file=tmp_path / "stop"
+            dense_rank, (task, request.param), ranks=request.param.devices, restarts=0, stop_file=tmp_path / "stop"
         )
     return groups[request.param]
 
@@ -465,6 +470,7 @@ def several(
 def test_ranks_together_have_the_step_of_one(alone: dict[str, Stepped], several: dict[str, Stepped], name: str) -> None:
     found, wanted = several[name], alone[name]
     assert distance(found.flat, wanted.flat) < SAME
-    assert found.loss == pytest.approx(wanted.loss, rel=1e-5)
+    # As above: the small divergence of large log-probs.
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-5, abs=5e-7)
     assert found.averages == pytest.approx(wanted.averages, rel=1e-4, abs=1e-5)
     assert found.measured == pytest.approx(wanted.measured, rel=1e-4, abs=1e-5)

@@ -52,6 +52,7 @@ TORCH_FREE = (
     "spmd.on_ray",
     "models.adapter_folder",
     "models.folder",
+    "models.tensor_plan",
     "models.cost",
     "models.cpu_settings",
     "algorithms.advantages",

@@ -84,9 +84,11 @@ class CheckpointWriter:
     def save(
         self, step: int, pieces: Sequence[TensorShard], extras: Extras, *, heldout_loss: float | None = None
     ) -> None:
-        """Copies the pieces off the device, then writes them in a background thread during training. Collective. A
-        fault of the disk is not raised here: `state` and `finish` return it, `wait` raises it."""
+        """Copies the pieces off the device, then writes them in a background thread during training. A part that
+        several ranks hold is written by one of them. Collective. A fault of the disk is not raised here: `state` and
+        `finish` return it, `wait` raises it."""
         self.wait()
+        pieces = [piece for piece in pieces if not piece.is_copy]
         staged = {piece.name: _staged(piece.local) for piece in pieces}
         if self._mesh.device.type == "cuda":
             torch.cuda.synchronize(self._mesh.device)
@@ -283,7 +285,9 @@ class CheckpointReader(SavedCheckpoint):
         for rank, index in zip(self._ranks, self._indexes, strict=True):
             with safe_open(str(self.folder / f"rank-{rank:05d}.safetensors"), framework="pt") as file:
                 for piece in pieces:
-                    part = index["pieces"][piece.name]
+                    part = index["pieces"].get(piece.name)
+                    if part is None:  # another rank has written it
+                        continue
                     stored = Box(tuple(part["starts"]), tuple(part["stops"]))
                     shared = stored.overlap(piece.box)
                     if shared.is_empty:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's position: device, rank, world, and the collectives that the engine needs."""
+"""This rank's position: device, rank, world, axes, and the collectives that the engine needs."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from podium.engine.addresses import DeviceKind, Meeting
 from podium.engine.meeting import join_default_group
 from podium.errors import LaunchError
+from podium.models.tensor_axis import TensorAxis
 from podium.recipe import PlacementSection
+from podium.recipe.policy_mesh import MeshSizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,17 +28,52 @@ class Mesh:
     rank: int
     world: int
     device: torch.device
-    devices: DeviceMesh | None
+    devices: DeviceMesh | None  # of FSDP: `shard`, or `replicate` and `shard`; ranks of other tensor parts have others
+    tensor: TensorAxis | None = None  # ranks that compute one model together, on the same data
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that get different data."""
+        return self.world if self.tensor is None else self.world // self.tensor.size
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among those; ranks of one tensor group have the same."""
+        return self.rank if self.tensor is None else self.rank // self.tensor.size
+
+    @property
+    def speaks_for_data(self) -> bool:
+        """Whether this rank counts what its data gives: one of a tensor group does."""
+        return self.tensor is None or self.tensor.rank == 0
+
+    @property
+    def replica(self) -> int:
+        """Which of the groups of ranks that each hold the whole model this rank belongs to."""
+        return 0 if self.devices is None or self.devices.ndim == 1 else self.devices.get_local_rank(0)
+
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over all ranks."""
         if self.world > 1:
             dist.all_reduce(values)
+        return values
+
+    def sum_of_data(self, values: Tensor) -> Tensor:
+        """Element-wise sum over the ranks with different data, of values that a tensor group computes alike. On all
+        ranks."""
+        return self.sum(values if self.speaks_for_data else torch.zeros_like(values))
+
+    def sum_over_data(self, values: Tensor) -> Tensor:
+        """Element-wise sum over the ranks with different data, for each tensor part by itself."""
+        if self.tensor is None:
+            return self.sum(values)
+        assert self.devices is not None
+        for axis in range(self.devices.ndim):
+            dist.all_reduce(values, group=self.devices.get_group(axis))
         return values
 
     def gather(self, value: Any) -> list[Any]:
@@ -79,10 +117,16 @@ def check_devices(placement: PlacementSection, ranks: int) -> None:
 
 
 def join(
-    placement: PlacementSection, *, rank: int, world: int, local_rank: int, meeting: Meeting | None = None
+    placement: PlacementSection,
+    *,
+    rank: int,
+    world: int,
+    local_rank: int,
+    meeting: Meeting | None = None,
+    sizes: MeshSizes | None = None,
 ) -> Mesh:
     """Joins this rank: picks the device and, if there are several ranks, forms the process group at `meeting` or by
-    torchrun's environment."""
+    torchrun's environment. `sizes`: of the mesh's axes; default: all ranks shard."""
     kind = device_kind(placement)
     device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
@@ -98,9 +142,40 @@ def join(
         deadline_s=placement.timeout_s,
         timeout_s=placement.timeout_s,
     )
-    return Mesh(
+    mesh = Mesh(
         rank=rank, world=world, device=device, devices=init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
     )
+    return mesh if sizes is None else with_axes(mesh, sizes, timeout_s=placement.timeout_s)
+
+
+def with_axes(mesh: Mesh, sizes: MeshSizes, *, timeout_s: float) -> Mesh:
+    """The same ranks with these axes, all of which have joined one default process group. Collective."""
+    assert sizes.devices == mesh.world
+    if sizes.shard == mesh.world:
+        return mesh
+    ranks = torch.arange(mesh.world).view(sizes.replicate, sizes.shard, sizes.tensor)
+    replicas, shards, tensors = (_axis_group(ranks, axis, timeout_s) for axis in range(3))
+    own_RS = ranks[:, :, mesh.rank % sizes.tensor].contiguous()
+    if sizes.replicate > 1:
+        groups, names = [replicas, shards], ("replicate", "shard")
+        devices = DeviceMesh.from_group(groups, mesh.device.type, mesh=own_RS, mesh_dim_names=names)
+    else:
+        devices = DeviceMesh.from_group(shards, mesh.device.type, mesh_dim_names=("shard",))
+    tensor = None
+    if sizes.tensor > 1:
+        tensor = TensorAxis(group=tensors, rank=mesh.rank % sizes.tensor, size=sizes.tensor)
+    return replace(mesh, devices=devices, tensor=tensor)
+
+
+def _axis_group(ranks: Tensor, axis: int, timeout_s: float) -> dist.ProcessGroup:
+    """This rank's group along one axis. Every rank takes part in forming the groups of all, in the same order."""
+    mine: dist.ProcessGroup | None = None
+    for line in ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist():
+        group = dist.new_group(line, timeout=timedelta(seconds=timeout_s))
+        if dist.get_rank() in line:
+            mine = group
+    assert mine is not None
+    return mine
 
 
 def adopt(*, rank: int, world: int, device: str, devices: DeviceMesh | None) -> Mesh:

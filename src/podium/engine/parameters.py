@@ -15,7 +15,9 @@ from podium.models.tensor_shards import Box
 class TrainedParameter:
     """`master` is this rank's part in float32; `parameter` is what the model computes with. `is_frozen`: it never
     changes (a router's bias that the architecture excludes from training, which is saved and published with the others;
-    or the base of an adapter, whose only copy is in the dtype that it computes in)."""
+    or the base of an adapter, whose only copy is in the dtype that it computes in). `is_copy`: another rank holds the
+    same part, and is the one that counts it in norms and saves it. `has_part_of_gradient`: each rank of the tensor axis
+    has the gradient of its own heads alone."""
 
     name: str  # inside the Hugging Face model
     parameter: nn.Parameter
@@ -23,6 +25,8 @@ class TrainedParameter:
     box: Box
     shape: tuple[int, ...]
     is_frozen: bool = False
+    is_copy: bool = False
+    has_part_of_gradient: bool = False
 
     @property
     def has_own_master(self) -> bool:

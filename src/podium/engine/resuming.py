@@ -27,7 +27,7 @@ def checkpoint_shards(engine: TrainEngine) -> list[TensorShard]:
 def weight_pieces(parameters: Iterable[TrainedParameter]) -> list[TensorShard]:
     """This rank's parts of the weights."""
     return [
-        TensorShard(name=f"weight/{each.name}", local=each.master, box=each.box, shape=each.shape)
+        TensorShard(name=f"weight/{each.name}", local=each.master, box=each.box, shape=each.shape, is_copy=each.is_copy)
         for each in parameters
     ]
 
@@ -71,7 +71,7 @@ def _moment_pieces(engine: TrainEngine) -> list[TensorShard]:
     optimizer = engine.optimizer
     moments = (("first_moment", optimizer.first_moments), ("second_moment", optimizer.second_moments))
     return [
-        TensorShard(name=f"{kind}/{each.name}", local=tensor, box=each.box, shape=each.shape)
+        TensorShard(name=f"{kind}/{each.name}", local=tensor, box=each.box, shape=each.shape, is_copy=each.is_copy)
         for kind, tensors in moments
         for each, tensor in zip(optimizer.trained, tensors, strict=True)
     ]

@@ -19,11 +19,13 @@ from podium.engine.parameters import TrainedParameter
 from podium.errors import ModelError
 from podium.models.buffers import persistent_buffers, restore_buffers
 from podium.models.causal_lm import PackedCausalLM, build, load_config, padded_parameters
-from podium.models.lora import HEAD, adapter_source, require_adapter_of
+from podium.models.lora import HEAD, adapter_source, require_adapter_of, shapes_of_adapter
 from podium.models.new_tokens import with_new_tokens
 from podium.models.precision import set_dtypes
 from podium.models.scalar import PackedScalarLM, build_scalar
+from podium.models.tensor_parallel import divide_model
 from podium.models.tensor_shards import Box, TensorShard
+from podium.models.tensor_split import TensorSplit
 from podium.models.weights import CheckpointWeights, MemoryWeights, WeightSource, fill
 from podium.recipe import ModelSection
 
@@ -56,6 +58,7 @@ def place(
     config = load_config(folder, trust_remote_code=section.trust_remote_code)
     dtype = compute_dtype(section, mesh.device)
     model = build(section, config, device=torch.device("meta"), dtype=dtype)
+    adapter_shapes = shapes_of_adapter(model.hf)
     everything = _spread(model, section, mesh, dtype, masters=masters)
     saved, padded = _saved(section, everything), padded_parameters(model)
     filling = Filling(model, everything)
@@ -70,7 +73,8 @@ def place(
             filling.from_source(base, source, padded_rows=padded)
     if adapter := filling.undefined(adapter=True):
         assert section.lora is not None
-        filling.from_source(adapter, adapter_source(model.hf, section.lora, seed), padded_rows={})
+        source = adapter_source(adapter_shapes, type(model.hf).__name__, section.lora, seed)
+        filling.from_source(adapter, source, padded_rows={})
     filling.finish()
     return model, saved
 
@@ -91,6 +95,7 @@ def place_scalar(
     config = load_config(folder, trust_remote_code=section.trust_remote_code)
     dtype = compute_dtype(section, mesh.device)
     model = build_scalar(section, config, device=torch.device("meta"), dtype=dtype, labels=labels)
+    adapter_shapes = shapes_of_adapter(model.hf)
     everything = _spread(model, section, mesh, dtype, masters=masters)
     saved = _saved(section, everything)
     filling = Filling(model, everything)
@@ -99,7 +104,7 @@ def place_scalar(
     sources: list[WeightSource] = []
     if adapter := filling.undefined(adapter=True):
         assert section.lora is not None
-        sources.append(adapter_source(model.hf, section.lora, seed))
+        sources.append(adapter_source(adapter_shapes, type(model.hf).__name__, section.lora, seed))
         filling.from_source(adapter, sources[0], padded_rows={})
     if base := filling.undefined(adapter=False):
         if section.init == "random":
@@ -142,6 +147,8 @@ def _spread(
     holds. A single device keeps parameters in their compute dtype, so that forward, backward and generation read them
     without casting. Sharded parameters with masters are float32 themselves and cast as they are gathered. The frozen
     base of an adapter has no masters."""
+    if mesh.tensor is not None:
+        divide_model(model, mesh.tensor)
     other_dtype = {name for name, parameter in model.hf.named_parameters() if parameter.dtype != dtype}
     with_masters = {
         name
@@ -159,23 +166,38 @@ def _spread(
     model.hf.tie_weights()
     restore_buffers(model.hf)
     everything = [
-        _held(name, parameter, masters=name in with_masters) for name, parameter in model.hf.named_parameters()
+        _held(name, parameter, mesh, model.split, masters=name in with_masters)
+        for name, parameter in model.hf.named_parameters()
     ]
     if not masters:
         model.requires_grad_(False)
     return everything
 
 
-def local_box(parameter: Tensor) -> Box:
-    """The part of the whole tensor that this rank holds (FSDP shards rows as torch.chunk does)."""
-    if not isinstance(parameter, DTensor):
-        return Box.whole(parameter.shape)
-    mesh = parameter.device_mesh
-    rows, each = parameter.shape[0], -(-parameter.shape[0] // mesh.size())
-    start = min(mesh.get_local_rank() * each, rows)
-    stop = min(start + each, rows)
-    rest = tuple(parameter.shape[1:])
-    return Box((start, *(0 for _ in rest)), (stop, *rest))
+def local_box(name: str, parameter: Tensor, split: TensorSplit | None = None) -> Box:
+    """The part of the whole tensor that this rank holds: rows of its part on the tensor axis, which FSDP shards as
+    torch.chunk does."""
+    inside = Box.whole(parameter.shape)
+    if isinstance(parameter, DTensor):
+        axis = next(at for at, placement in enumerate(parameter.placements) if placement.is_shard())
+        rows, ranks = parameter.shape[0], parameter.device_mesh.size(axis)
+        each = -(-rows // ranks)
+        start = min(parameter.device_mesh.get_local_rank(axis) * each, rows)
+        stop = min(start + each, rows)
+        inside = Box((start, *inside.starts[1:]), (stop, *inside.stops[1:]))
+    return inside if split is None else split.box(name, inside, parameter.shape)
+
+
+def whole_shape(name: str, parameter: Tensor, split: TensorSplit | None) -> tuple[int, ...]:
+    """The shape of the parameter over all ranks."""
+    return tuple(parameter.shape) if split is None else split.shape(name, parameter.shape)
+
+
+def is_copy(name: str, parameter: Tensor, mesh: Mesh, split: TensorSplit | None) -> bool:
+    """Whether another rank holds the same part, and is the one that counts and saves it."""
+    is_first = mesh.replica == 0 if isinstance(parameter, DTensor) else mesh.data_rank == 0
+    is_divided = split is None or split.axis.rank == 0 or name in split.dims
+    return not (is_first and is_divided)
 
 
 def reshard(model: nn.Module) -> None:
@@ -192,16 +214,20 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _held(name: str, parameter: nn.Parameter, *, masters: bool) -> TrainedParameter:
+def _held(
+    name: str, parameter: nn.Parameter, mesh: Mesh, split: TensorSplit | None, *, masters: bool
+) -> TrainedParameter:
     local = local_tensor(parameter)
     own = masters and local.dtype != torch.float32
     return TrainedParameter(
         name=name,
         parameter=parameter,
         master=torch.empty_like(local, dtype=torch.float32) if own else local,
-        box=local_box(parameter),
-        shape=tuple(parameter.shape),
+        box=local_box(name, parameter, split),
+        shape=whole_shape(name, parameter, split),
         is_frozen=not parameter.requires_grad,
+        is_copy=is_copy(name, parameter, mesh, split),
+        has_part_of_gradient=split is not None and name in split.summed,
     )
 
 

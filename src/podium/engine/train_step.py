@@ -188,6 +188,7 @@ class TrainEngine:
         sharded = mesh.world > 1
         # Held whole by every rank of a sharded model, because they compute in another dtype.
         self._replicated = [each for each in self._trained if sharded and not isinstance(each.parameter, DTensor)]
+        self._summed = [each for each in self._trained if each.has_part_of_gradient]
         self._clip_norm = clip_norm
         self._multiple = round_tokens(mesh.device)
         self._routers = RouterWatch.of(model, mesh, router_aux_loss_coef)  # None: no mixture of experts
@@ -257,9 +258,11 @@ class TrainEngine:
         # `new_full` fills on the device; `new_tensor` would copy from the host and wait for all work in flight.
         pattern = self._pattern(gradients)
         flags = [total.new_full((), float(each)) for each in (stop_requested, pattern, self.save_failed)]
-        mine = torch.stack([total, squares, *flags])
-        more = [*([] if tally is None else [tally.sums_M]), *([] if routed is None else [routed])]
-        sums = self.mesh.sum(torch.cat([mine, *more]) if more else mine)
+        # Of a tensor group, one rank counts the loss, the tally and the routers of their data.
+        own = [total, *([] if tally is None else [tally.sums_M]), *([] if routed is None else [routed])]
+        counted = own if self.mesh.speaks_for_data else [torch.zeros_like(each) for each in own]
+        mine = torch.stack([counted[0], squares, *flags])
+        sums = self.mesh.sum(torch.cat([mine, *counted[1:]]) if counted[1:] else mine)
         norm = sums[1].sqrt()
         skip = (~torch.isfinite(sums[:2]).all()).float()
         limit = self._clip_norm or float("inf")
@@ -272,11 +275,10 @@ class TrainEngine:
         return PendingReport(values, () if tally is None else tally.names, self._routers)
 
     def _norms(self, gradients: Mapping[int, Tensor], total: Tensor) -> Tensor:
-        """Norm of each parameter's gradient that this rank counts: a parameter held whole by all ranks is counted by
+        """Norm of each parameter's gradient that this rank counts: a part that several ranks hold is counted by
         one."""
-        whole = set() if self.mesh.is_main else {id(each) for each in self._replicated}
         held = [each for each in self._trained if each.master.numel()]
-        counted = [id(each) for each in held if id(each) in gradients and id(each) not in whole]
+        counted = [id(each) for each in held if id(each) in gradients and not each.is_copy]
         norms = torch._foreach_norm([gradients[key] for key in counted], 2, dtype=torch.float32) if counted else []
         by_id, zero = dict(zip(counted, norms, strict=True)), total.new_zeros(())
         return torch.stack([by_id.get(id(each), zero) for each in held] or [zero])
@@ -319,7 +321,9 @@ class TrainEngine:
             mark_progress()
         by_parameter = {id(each): self._gradient(each, sums) for each in self._trained}
         gradients = {key: gradient for key, gradient in by_parameter.items() if gradient is not None}
-        self._sum_replicated(gradients)
+        self._add_up(gradients, self._replicated, self.mesh.sum_over_data)
+        if self.mesh.tensor is not None:
+            self._add_up(gradients, self._summed, self.mesh.tensor.sum)
         return total, gradients, seen, None if watched is None else watched.sums
 
     def _forward(self, batch: ObjectiveBatch, watched: WatchedStep | None = None) -> tuple[Tensor, ...]:
@@ -352,22 +356,24 @@ class TrainEngine:
         gradient, each.parameter.grad = each.parameter.grad, None
         return None if gradient is None else local_tensor(gradient)
 
-    def _sum_replicated(self, gradients: dict[int, Tensor]) -> None:
-        """Sums gradients of parameters that every rank holds whole over the ranks, all at once: each rank has only
-        those of its own tokens."""
-        if not self._replicated:
+    def _add_up(
+        self, gradients: dict[int, Tensor], chosen: Sequence[TrainedParameter], add_up: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Sums gradients over ranks that each have a summand, all at once: of parameters that every rank holds whole
+        and has only the gradient of its own tokens, or of its own heads."""
+        if not chosen:
             return
-        mine = [gradients.get(id(each)) for each in self._replicated]
+        mine = [gradients.get(id(each)) for each in chosen]
         flat = torch.cat(
             [
                 torch.zeros_like(each.master).flatten() if gradient is None else gradient.flatten()
-                for each, gradient in zip(self._replicated, mine, strict=True)
+                for each, gradient in zip(chosen, mine, strict=True)
             ]
         )
-        parts = self.mesh.sum(flat).split([each.master.numel() for each in self._replicated])
-        for each, part in zip(self._replicated, parts, strict=True):
+        parts = add_up(flat).split([each.master.numel() for each in chosen])
+        for each, part in zip(chosen, parts, strict=True):
             if id(each) in gradients:
-                gradients[id(each)] = part.view(each.shape)
+                gradients[id(each)] = part.view(each.master.shape)
 
     @torch.no_grad()
     def loss_sum(self, micro_batches: Sequence[PackedBatch], loss: TokenLoss) -> Tensor:

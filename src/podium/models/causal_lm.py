@@ -18,7 +18,6 @@ from podium.errors import ModelError, UnsupportedModelError
 from podium.models.attention import PACKED_ATTENTION, register_packed_attention
 from podium.models.head import (
     EntropyObjective,
-    HeadSpec,
     LogitsObjective,
     Objective,
     TokenLoss,
@@ -28,6 +27,7 @@ from podium.models.head import (
     next_token_scores,
     target_logprobs,
 )
+from podium.models.head_kernels import HeadSpec
 from podium.models.lora import adapter_off, inject
 from podium.models.new_tokens import grown_vocabulary
 from podium.models.packing import TokenBatch

@@ -14,6 +14,8 @@ from podium.data.costs import AttentionCost, SequenceCost
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from podium.models.tensor_split import TensorSplit
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
@@ -56,19 +58,22 @@ class ModelCost:
         return (6.0 if self.head_trained else 4.0) * self.head_matrix
 
 
-def model_cost(model: PreTrainedModel) -> ModelCost:
+def model_cost(model: PreTrainedModel, split: TensorSplit | None = None) -> ModelCost:
     """Counts the matrices of a Hugging Face causal LM or sequence classifier. The input embedding is a look-up and
     costs nothing; the head does (tied or not). Of a mixture's experts only the active share counts. An adapter's
-    matrices count as trained."""
+    matrices count as trained. `split`: how the model is divided over ranks, which count together."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight
     head = (model.get_output_embeddings() or model.get_submodule("score")).weight
     share = _active_share(config)
-    trained = frozen = 0
+    trained = frozen = head_matrix = 0
     for name, parameter in model.named_parameters():
+        numel = parameter.numel() if split is None else split.numel(name, parameter)
+        if parameter is head:
+            head_matrix = numel
         if parameter.dim() < 2 or parameter is embedding or parameter is head:
             continue
-        active = int(parameter.numel() * (share if ".experts" in name else 1.0))
+        active = int(numel * (share if ".experts" in name else 1.0))
         if parameter.requires_grad:
             trained += active
         else:
@@ -77,7 +82,7 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
     return ModelCost(
         trained_matrix=trained,
         frozen_matrix=frozen,
-        head_matrix=head.numel(),
+        head_matrix=head_matrix,
         head_trained=head.requires_grad,
         attention_width=config.num_attention_heads * head_dim,
         windows=layer_windows(config),

@@ -4,13 +4,15 @@
 A loss that is a weighted sum over tokens of a function of each token's log-prob needs only the logits of its chunk. So
 the gradients for hidden states and head are computed in the forward pass: three matrix products a chunk, where
 recomputation would take four. A loss that ties tokens together (a ratio of whole sequences) needs all log-probs first
-and takes four."""
+and takes four.
+
+Over a tensor axis each rank has the logits of its part of the vocabulary. The ranks exchange a maximum, sums and the
+target's logit of each token, never logits, except for losses of whole distributions (head_kernels.py)."""
 
 # S trained tokens · C tokens of one chunk · V vocabulary rows (padded) · E hidden width
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+
+from podium.models.head_kernels import HeadSpec, kernels_of, shaped_logits
 
 TokenLoss = Callable[[Tensor], Tensor]
 """Log-probs of the targets [C] -> loss of each [C]; differentiable, one token at a time."""
@@ -81,18 +85,6 @@ class EntropyObjective:
         return self.loss(logprobs_C, entropy_C, tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadSpec:
-    """Parameters that turn a hidden state into log-probs, apart from the weights."""
-
-    vocab_size: int  # real rows; the padded ones after them have probability zero
-    softcap: float | None = None  # logits = softcap · tanh(logits / softcap)
-    scale: float = 1.0  # logits are multiplied by this
-    chunk_tokens: int = 4096
-    logits_chunk_tokens: int = 1024  # for losses over whole distributions, which need several copies of them
-    compiled: bool = False
-
-
 def fused_token_loss(
     hidden_SE: Tensor, weight_VE: Tensor, targets_S: Tensor, weights_S: Tensor, loss: TokenLoss, spec: HeadSpec
 ) -> Tensor:
@@ -135,7 +127,7 @@ def target_logprobs(
         for start in range(0, len(targets_S), spec.chunk_tokens):
             chunk = slice(start, start + spec.chunk_tokens)
             logits = _logits(hidden_SE[chunk], weight_VE)
-            parts.append(_kernels(spec).statistics(logits, targets_S[chunk], spec, temperature)[0])
+            parts.append(kernels_of(spec).statistics(logits, targets_S[chunk], spec, temperature)[0])
     return torch.cat(parts) if parts else hidden_SE.new_zeros(0, dtype=torch.float32)
 
 
@@ -143,7 +135,7 @@ def _target_entropies(
     hidden_SE: Tensor, weight_VE: Tensor, targets_S: Tensor, spec: HeadSpec, temperature: float
 ) -> Tensor:
     """The entropy of each token's distribution, for a loss that needs all of them first."""
-    parts, kernels = [], _kernels(spec)
+    parts, kernels = [], kernels_of(spec)
     for start in range(0, len(targets_S), spec.chunk_tokens):
         chunk = slice(start, start + spec.chunk_tokens)
         logits_CV = _logits(hidden_SE[chunk], weight_VE)
@@ -155,7 +147,10 @@ def _target_entropies(
 def next_token_scores(hidden_SE: Tensor, weight_VE: Tensor, spec: HeadSpec) -> Tensor:
     """Float32 logits over the real vocabulary [S, vocab_size]."""
     with torch.no_grad():
-        return _shaped(_logits(hidden_SE, weight_VE), spec)[:, : spec.vocab_size]
+        logits_SV = _logits(hidden_SE, weight_VE)
+        if spec.tensor is not None:
+            logits_SV = spec.tensor.gather(logits_SV, 1)
+        return shaped_logits(logits_SV, spec)[:, : spec.vocab_size]
 
 
 def full_logits(hidden_SE: Tensor, weight_VE: Tensor) -> Tensor:
@@ -165,7 +160,7 @@ def full_logits(hidden_SE: Tensor, weight_VE: Tensor) -> Tensor:
 
 def shaped_scores(logits_SV: Tensor, spec: HeadSpec) -> Tensor:
     """Turns `full_logits` into the result of `next_token_scores`."""
-    return _shaped(logits_SV, spec)[:, : spec.vocab_size]
+    return shaped_logits(logits_SV, spec)[:, : spec.vocab_size]
 
 
 class _FusedHead(torch.autograd.Function):
@@ -180,7 +175,7 @@ class _FusedHead(torch.autograd.Function):
         spec: HeadSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        kernels, temperature = _kernels(spec), objective.temperature
+        kernels, temperature = kernels_of(spec), objective.temperature
         total = torch.zeros((), dtype=torch.float32, device=hidden_SE.device)
         logprobs_S = torch.empty(len(targets_S), dtype=torch.float32, device=hidden_SE.device)
         entropy_S = torch.zeros_like(logprobs_S)
@@ -221,6 +216,7 @@ class _FusedHead(torch.autograd.Function):
                 torch.mm(grad_logits_CV, weight_VE, out=grad_hidden[chunk])
             if grad_weight is not None:
                 _accumulate_product(grad_weight, grad_logits_CV, hidden_CE)
+        _add_up_parts(grad_hidden, spec)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight_VE.dtype
         ctx.mark_non_differentiable(logprobs_S, entropy_S)
@@ -251,16 +247,22 @@ class _FusedLogits(torch.autograd.Function):
             chunk = slice(start, min(start + spec.logits_chunk_tokens, len(hidden_SE)))
             hidden_CE = hidden_SE[chunk]
             with torch.set_grad_enabled(wants_hidden or wants_weight):
-                raw_CV = _logits(hidden_CE, weight_VE).detach().requires_grad_(wants_hidden or wants_weight)
-                value = (objective(_shaped(raw_CV, spec)[:, : spec.vocab_size], chunk) * weights_S[chunk]).sum()
+                logits_CV = _logits(hidden_CE, weight_VE).detach()
+                if spec.tensor is not None:
+                    logits_CV = spec.tensor.gather(logits_CV, 1)
+                raw_CV = logits_CV.requires_grad_(wants_hidden or wants_weight)
+                value = (objective(shaped_logits(raw_CV, spec)[:, : spec.vocab_size], chunk) * weights_S[chunk]).sum()
             total += value.detach()
             if not (wants_hidden or wants_weight):
                 continue
             grad_logits_CV = torch.autograd.grad(value, raw_CV)[0].to(hidden_SE.dtype)
+            if spec.tensor is not None:
+                grad_logits_CV = grad_logits_CV[:, spec.tensor.part(grad_logits_CV.shape[1])]
             if grad_hidden is not None:
                 torch.mm(grad_logits_CV, weight_VE, out=grad_hidden[chunk])
             if grad_weight is not None:
                 _accumulate_product(grad_weight, grad_logits_CV, hidden_CE)
+        _add_up_parts(grad_hidden, spec)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight_VE.dtype
         return total
@@ -268,6 +270,12 @@ class _FusedLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *_scaled_gradients(ctx, grad), None, None, None
+
+
+def _add_up_parts(grad_hidden: Tensor | None, spec: HeadSpec) -> None:
+    """A rank's part of the vocabulary gives a summand of the hidden states' gradient."""
+    if grad_hidden is not None and spec.tensor is not None:
+        spec.tensor.sum(grad_hidden)
 
 
 def _scaled_gradients(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -311,113 +319,3 @@ def _accumulate_product(total_VE: Tensor, left_CV: Tensor, right_CE: Tensor) -> 
         torch.addmm(total_VE, left_CV.T, right_CE, out_dtype=torch.float32, out=total_VE)
     else:
         total_VE.add_(left_CV.T @ right_CE)
-
-
-def _shaped(logits_CV: Tensor, spec: HeadSpec) -> Tensor:
-    logits = logits_CV.float()
-    if spec.scale != 1.0:
-        logits = logits * spec.scale
-    if spec.softcap is not None:
-        logits = spec.softcap * torch.tanh(logits / spec.softcap)
-    return logits
-
-
-def _masked(logits_CV: Tensor, spec: HeadSpec) -> Tensor:
-    if logits_CV.shape[1] == spec.vocab_size:
-        return logits_CV
-    padded = torch.arange(logits_CV.shape[1], device=logits_CV.device) >= spec.vocab_size
-    return logits_CV.masked_fill(padded, float("-inf"))
-
-
-def _statistics(logits_CV: Tensor, targets_C: Tensor, spec: HeadSpec, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-prob of the target, log of the sum of exponentials) of each row."""
-    shaped = _masked(_shaped(logits_CV, spec), spec)
-    if temperature != 1.0:
-        shaped = shaped / temperature
-    log_sum_C = torch.logsumexp(shaped, dim=-1)
-    return shaped.gather(1, targets_C[:, None]).squeeze(1) - log_sum_C, log_sum_C
-
-
-def _entropy(logits_CV: Tensor, log_sum_C: Tensor, spec: HeadSpec, temperature: float) -> Tensor:
-    """Entropy of softmax(logits / temperature): log of the sum of exponentials minus the expected logit."""
-    shaped = _masked(_shaped(logits_CV, spec), spec)
-    if temperature != 1.0:
-        shaped = shaped / temperature
-    softmax = (shaped - log_sum_C[:, None]).exp()
-    # A padding row has probability 0 and logit -inf, and 0 times that is not a number.
-    return log_sum_C - (softmax * shaped.clamp_min(torch.finfo(torch.float32).min)).sum(-1)
-
-
-def _gradient(
-    logits_CV: Tensor,
-    log_sum_C: Tensor,
-    targets_C: Tensor,
-    grad_C: Tensor,
-    spec: HeadSpec,
-    dtype: torch.dtype,
-    temperature: float = 1.0,
-    entropy_gradient: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """d loss / d logits = grad · (onehot − softmax) / temperature, through soft cap and scale. `entropy_gradient` is
-    the gradient with respect to each entropy, and the entropies: d entropy / d logit = −softmax · (log softmax +
-    entropy)."""
-    shaped = _shaped(logits_CV, spec)
-    scores = _masked(shaped, spec)
-    if temperature != 1.0:
-        scores = scores / temperature
-    logprobs = scores - log_sum_C[:, None]
-    softmax = logprobs.exp()
-    columns = torch.arange(logits_CV.shape[1], device=logits_CV.device)
-    onehot = (columns[None, :] == targets_C[:, None]).to(softmax.dtype)
-    grad = grad_C[:, None] * (onehot - softmax)
-    if entropy_gradient is not None:
-        grad_entropy_C, entropy_C = entropy_gradient
-        lifted = logprobs.clamp_min(torch.finfo(torch.float32).min) + entropy_C[:, None]
-        grad = grad - grad_entropy_C[:, None] * softmax * lifted
-    if spec.softcap is not None:
-        grad = grad * (1 - (shaped / spec.softcap) ** 2)
-    return (grad * (spec.scale / temperature)).to(dtype)
-
-
-def _gradient_in_place(
-    logits_CV: Tensor,
-    log_sum_C: Tensor,
-    targets_C: Tensor,
-    grad_C: Tensor,
-    spec: HeadSpec,
-    dtype: torch.dtype,
-    temperature: float = 1.0,
-    entropy_gradient: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Like `_gradient`, without a second array of logits: for eager mode, where every pass over them costs time."""
-    plain = spec.softcap is None and spec.scale == 1.0 and temperature == 1.0 and entropy_gradient is None
-    if not plain or logits_CV.dtype != torch.float32 or dtype != torch.float32:
-        return _gradient(logits_CV, log_sum_C, targets_C, grad_C, spec, dtype, temperature, entropy_gradient)
-    grad = logits_CV.sub_(log_sum_C[:, None]).exp_()
-    grad[:, spec.vocab_size :] = 0
-    grad.mul_(-grad_C[:, None])
-    grad.scatter_add_(1, targets_C[:, None], grad_C[:, None])
-    return grad
-
-
-Bend = tuple[Tensor, Tensor] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Kernels:
-    statistics: Callable[[Tensor, Tensor, HeadSpec, float], tuple[Tensor, Tensor]]
-    entropy: Callable[[Tensor, Tensor, HeadSpec, float], Tensor]
-    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, HeadSpec, torch.dtype, float, Bend], Tensor]
-
-
-_EAGER = _Kernels(_statistics, _entropy, _gradient_in_place)
-
-
-@functools.cache
-def _compiled_kernels() -> _Kernels:
-    """Created on first use: the compiler takes seconds to import."""
-    return _Kernels(torch.compile(_statistics), torch.compile(_entropy), torch.compile(_gradient))
-
-
-def _kernels(spec: HeadSpec) -> _Kernels:
-    return _compiled_kernels() if spec.compiled else _EAGER

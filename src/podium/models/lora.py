@@ -98,9 +98,8 @@ class InitialAdapter:
     """The initial values of an adapter: A uniform like a linear layer's weights, B zero. Sampled from the seed and the
     tensor's name, so that every sharding holds parts of the same whole."""
 
-    def __init__(self, model: PreTrainedModel, seed: int) -> None:
-        self._seed = seed
-        self._shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if is_adapter(name)}
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
+        self._shapes, self._seed = shapes, seed
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each adapter tensor."""
@@ -117,19 +116,25 @@ class InitialAdapter:
         return torch.empty(shape).uniform_(-bound, bound, generator=draw)[box.slices()]
 
 
-def adapter_source(model: PreTrainedModel, section: LoraSection, seed: int) -> WeightSource:
+def shapes_of_adapter(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """The shape of each adapter tensor of a model that is not divided over ranks yet."""
+    return {name: tuple(each.shape) for name, each in model.named_parameters() if is_adapter(name)}
+
+
+def adapter_source(
+    wanted: Mapping[str, tuple[int, ...]], architecture: str, section: LoraSection, seed: int
+) -> WeightSource:
     """The source of the adapter's values: a folder, or the seed. Names and shapes of a folder are compared with the
-    model's, in both directions."""
+    model's (`wanted`), in both directions."""
     if section.adapter is None:
-        return InitialAdapter(model, seed)
+        return InitialAdapter(wanted, seed)
     folder = local_folder(section.adapter, KEY)
     saved = {_name_inside(name): tensor for name, tensor in _saved_tensors(folder).items()}
-    wanted = {name: tuple(each.shape) for name, each in model.named_parameters() if is_adapter(name)}
     for name, tensor in saved.items():
         if name.startswith(f"{HEAD}."):
             continue
         if name not in wanted:
-            raise _foreign(folder, f"it has {name}, and {type(model).__name__} of model.path has no such layer")
+            raise _foreign(folder, f"it has {name}, and {architecture} of model.path has no such layer")
         if tuple(tensor.shape) != wanted[name]:
             raise _foreign(folder, f"{name} is {list(tensor.shape)} in it and {list(wanted[name])} in model.path")
     missing = [name for name in wanted if name not in saved]

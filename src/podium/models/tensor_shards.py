@@ -46,9 +46,11 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorShard:
-    """The part of one named tensor that this rank holds. Saving reads `local`; loading fills it in place."""
+    """The part of one named tensor that this rank holds. Saving reads `local`; loading fills it in place. `is_copy`:
+    another rank holds the same part and saves it."""
 
     name: str
     local: Tensor
     box: Box
     shape: tuple[int, ...]
+    is_copy: bool = False

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from podium.models.routing import Routers, Routing
+from podium.models.tensor_split import TensorSplit
 
 
 class TrainedModule(nn.Module):
@@ -30,7 +31,17 @@ class TrainedModule(nn.Module):
 
     def __init__(self, *, dropout: bool) -> None:
         super().__init__()
+        self.split: TensorSplit | None = None  # how the layers are divided over a tensor axis
         self._dropout = dropout
+
+    def num_parameters(self, *, trained: bool = False) -> int:
+        """Parameters of the whole model, over all ranks; `trained`: those that are."""
+        split = self.split
+        return sum(
+            each.numel() if split is None else split.numel(name, each)
+            for name, each in self.hf.named_parameters()
+            if each.requires_grad or not trained
+        )
 
     def train(self, mode: bool = True) -> Self:
         """Sets train mode; layers follow only with `dropout`."""

@@ -24,6 +24,7 @@ from podium.recipe import (
     RewardModelRecipe,
     SpmdRecipe,
 )
+from podium.recipe.policy_mesh import MeshSizes
 from podium.roles.interfaces import MICRO_BATCH, POLICY
 from podium.rollout.native.sizing import Sizes, choose_sizes
 
@@ -152,6 +153,12 @@ def _advice(peak: PhaseMemory, recipe: Recipe, device: Device) -> str:
     return f"To make it smaller: {', or '.join(advice)}." if advice else "It needs a device with more memory."
 
 
+def _mesh_sizes(recipe: Recipe) -> MeshSizes | None:
+    """The axes of placement.policy; None: all ranks shard."""
+    policy = recipe.placement.policy if isinstance(recipe, SpmdRecipe) else None
+    return None if policy is None else policy.sizes(recipe.placement.devices)
+
+
 class _Needs:
     """Bytes of one recipe on one kind of device."""
 
@@ -164,6 +171,9 @@ class _Needs:
             from podium.controller.layout import num_learners
 
             self._world = num_learners(recipe)
+        sizes = _mesh_sizes(recipe)
+        # Activations count whole: those between divided layers are smaller with a tensor axis.
+        self._parts, self._data_ranks = (self._world, self._world) if sizes is None else (sizes.parts, sizes.data_ranks)
         self._shape = shape_of(recipe.model)
         if isinstance(recipe, RewardModelRecipe):
             self._shape = self._shape.with_labels(1)
@@ -243,7 +253,7 @@ class _Needs:
 
     def _state(self, shape: ModelShape) -> list[MemoryTerm]:
         """Weights, masters and moments of a trained model on one rank."""
-        trained, frozen = shape.of_rank(self._world, trained=True), shape.of_rank(self._world, trained=False)
+        trained, frozen = shape.of_rank(self._parts, trained=True), shape.of_rank(self._parts, trained=False)
         sharded = self._world > 1
         weight = _MASTER_BYTES if sharded else self._itemsize  # sharded parameters are their own masters
         terms = [MemoryTerm(name="weights", num_bytes=trained * weight + frozen * self._itemsize)]
@@ -262,7 +272,7 @@ class _Needs:
             shape, tokens, length=length, itemsize=itemsize, compiled=compiled, checkpointed=checkpointed
         )
         logits = head_bytes(shape, tokens, itemsize=itemsize, compiled=compiled, divergence=divergence)
-        trained, sharded = shape.of_rank(self._world, trained=True), self._world > 1
+        trained, sharded = shape.of_rank(self._parts, trained=True), self._world > 1
         # Of one micro-batch in the dtype of the parameters; sums over several are float32.
         fresh = trained * (_MASTER_BYTES if sharded else itemsize)
         has_sums = self._step_tokens > self._tokens
@@ -327,7 +337,7 @@ class _Needs:
             shape = shape_of(section, key=name)
             if name == "reward models":
                 shape = shape.with_labels(1)
-            terms.append(MemoryTerm(name=name, num_bytes=shape.of_rank(self._world) * self._itemsize))
+            terms.append(MemoryTerm(name=name, num_bytes=shape.of_rank(self._parts) * self._itemsize))
         return terms
 
     def _critic(self) -> list[MemoryTerm]:
@@ -365,8 +375,8 @@ class _Needs:
         if isinstance(recipe, SpmdRecipe):
             if recipe.rows_per_step is not None:
                 longest = recipe.data.max_length or self._shape.context
-                return -(-recipe.rows_per_step * recipe.documents_per_row * longest // self._world)
-            return -(-recipe.tokens_per_step // self._world)
+                return -(-recipe.rows_per_step * recipe.documents_per_row * longest // self._data_ranks)
+            return -(-recipe.tokens_per_step // self._data_ranks)
         assert isinstance(recipe, OnPolicyRecipe)
         episodes = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
         longest = recipe.data.max_length or self._shape.context

@@ -144,7 +144,7 @@ class PreferenceMethod:
         """Loss and averages of held-out rows. Collective."""
         tally, engine = self.tally(split.sources), self._engine
         total = engine.objective_sum(self.batches(split, tally))
-        loss, *rest = engine.mesh.sum(torch.cat([total[None], tally.sums_M])).tolist()
+        loss, *rest = engine.mesh.sum_of_data(torch.cat([total[None], tally.sums_M])).tolist()
         sums, count = dict(zip(tally.names, rest, strict=True)), len(split.examples)
         return {"loss": loss / count, **self.averages(sums, count), **heldout_losses(split, sums, "rows")}
 
@@ -240,12 +240,12 @@ class PreferenceMethod:
         ]
         mesh, lengths = self._engine.mesh, [other.num_inputs for other in others]
         # The rows' own micro-batches do not work: a long prompt with a long completion may not fit in them.
-        plan = split_step(lengths, num_ranks=mesh.world, max_tokens=max(self._max_tokens, *lengths))
-        for part in plan.rows(mesh.rank)[0]:
+        plan = split_step(lengths, num_ranks=mesh.data_ranks, max_tokens=max(self._max_tokens, *lengths))
+        for part in plan.rows(mesh.data_rank)[0]:
             batch = pack_examples([others[at] for at in part.tolist()])
             policy_D = summed_logprobs(self._engine.language_model, mesh, batch)
             total += (policy_D - self._references(batch)).sum()
-        return preferences.kto_baseline(mesh.sum(total), float(len(rows)))
+        return preferences.kto_baseline(mesh.sum_of_data(total), float(len(rows)))
 
 
 def _named(rows: RowLogprobs) -> dict[str, Tensor]:

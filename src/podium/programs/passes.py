@@ -80,7 +80,7 @@ def stored_pass(run: SpmdRun[SpmdRecipe], folder: Path, what: str, prepare: Call
 def _fill(store: DocumentStore, run: SpmdRun[SpmdRecipe], compute: Compute, tell: Callable[[str], None]) -> None:
     mesh = run.engine.mesh
     batch: dict[tuple[int, int], Document] = {}
-    budget, held = _PART_MICRO_BATCHES * mesh.world * run.max_tokens, 0
+    budget, held = _PART_MICRO_BATCHES * mesh.data_ranks * run.max_tokens, 0
     for document in _documents(run.recipe):
         if (key := document_key(document)) in batch or key in store:
             continue
@@ -111,21 +111,25 @@ def _documents(recipe: SpmdRecipe) -> Iterator[Document]:
 
 def _part(store: DocumentStore, documents: list[Document], mesh: Mesh, compute: Compute, max_tokens: int) -> None:
     plan = split_step(
-        [document.num_inputs for document in documents], num_ranks=mesh.world, max_tokens=max_tokens, hard_cap=False
+        [document.num_inputs for document in documents],
+        num_ranks=mesh.data_ranks,
+        max_tokens=max_tokens,
+        hard_cap=False,
     )
     mine: list[Document] = []
     lengths: list[int] = []
     columns: dict[str, list[NDArray[Any]]] = {}
-    for part in plan.rows(mesh.rank)[0]:
+    for part in plan.rows(mesh.data_rank)[0]:
         packed = pack_examples([Example(documents=(documents[row],)) for row in part.tolist()])
         sizes, batch_columns = compute(packed)
         mine += packed.documents
         lengths += sizes
         for name, values in batch_columns.items():
             columns.setdefault(name, []).append(values)
-    store.write(mesh.rank, mine, lengths, {name: np.concatenate(values) for name, values in columns.items()})
+    if mesh.speaks_for_data:
+        store.write(mesh.data_rank, mine, lengths, {name: np.concatenate(each) for name, each in columns.items()})
     mesh.barrier()
-    store.finish_part(mesh.world, is_main=mesh.is_main)
+    store.finish_part(mesh.data_ranks, is_main=mesh.is_main)
     mesh.barrier()
 
 

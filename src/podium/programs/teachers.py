@@ -26,7 +26,8 @@ from podium.engine.mesh import Mesh
 from podium.engine.sharding import compute_dtype, place
 from podium.models.causal_lm import PackedCausalLM, load_config
 from podium.models.folder import local_folder
-from podium.models.head import HeadSpec, next_token_scores
+from podium.models.head import next_token_scores
+from podium.models.head_kernels import HeadSpec
 from podium.models.packing import TokenBatch, round_tokens, to_device
 from podium.programs.passes import Compute, cache_folder, stored_pass
 from podium.recipe import DistillRecipe, ModelSection, Recipe

@@ -132,7 +132,8 @@ def written_options(recipe: Recipe) -> dict[str, str]:
 def _is_harmless(key: str, recipe: Recipe) -> bool:
     model = recipe.model
     has_dropout = model.dropout or (model.lora is not None and model.lora.dropout > 0)
-    if has_dropout and key in ("micro_batch_tokens", "placement.devices"):
+    is_split = key in ("micro_batch_tokens", "placement.devices") or key.startswith("placement.policy")
+    if has_dropout and is_split:
         return False  # dropout is sampled in every forward, on every rank
     harmless = (*_HARMLESS, "rollout") if recipe.execution == "spmd" else (*_HARMLESS, *_ENGINE_SIZES)
     return any(key == each or key.startswith(each + ".") for each in harmless)

@@ -61,7 +61,7 @@ from podium.recipe.schema import (
     SpmdPlacementSection,
 )
 from podium.recipe.solving import Solving, solving_of
-from podium.recipe.spmd_rules import distill_rules, length_rules, reward_model_rules
+from podium.recipe.spmd_rules import distill_rules, length_rules, mesh_rules, reward_model_rules
 from podium.recipe.variables import WholeRecipe
 
 Execution = Literal["spmd", "controlled"]
@@ -183,8 +183,8 @@ class SpmdRecipe(Recipe):
         return "assistant"
 
     def problems(self) -> list[str]:
-        """Problems of all programs, and of lengths."""
-        return [*length_rules(self), *super().problems()]
+        """Problems of all programs, of lengths and of the mesh."""
+        return [*length_rules(self), *mesh_rules(self), *super().problems()]
 
 
 class LanguageModelRecipe(SpmdRecipe):

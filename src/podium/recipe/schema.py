@@ -9,6 +9,7 @@ from pydantic import Field, StringConstraints
 
 from podium.recipe.fields import Count, NonNegative, OneOrMore, PathSection, Place, Real, Section, Switch, Text
 from podium.recipe.plugins import Plugin
+from podium.recipe.policy_mesh import PolicyMeshSection
 
 
 class LoraSection(Section):
@@ -201,6 +202,9 @@ class SpmdPlacementSection(PlacementSection):
         "auto",
         description="`local` starts ranks as processes; `ray` runs them on a Ray cluster: RAY_ADDRESS's, the submitted "
         "job's, or a local one. auto: local.",
+    )
+    policy: PolicyMeshSection | None = Field(
+        None, description="Axes over which the devices hold the model; default: all of them shard."
     )
     restarts: NonNegative = Field(
         0,

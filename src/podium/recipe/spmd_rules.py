@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from podium.errors import PlacementError
 
 if TYPE_CHECKING:
     from podium.recipe.dense import DistillSection, RewardModelSection
@@ -30,6 +33,24 @@ def length_rules(recipe: SpmdRecipe) -> Iterator[str]:
         )
     if longest is not None and longest < 2:
         yield f"data.max_length: {longest} leaves no token to predict. Use at least 2."
+
+
+def mesh_rules(recipe: SpmdRecipe) -> Iterator[str]:
+    """Rules of all programs with fixed data: the axes of placement.policy give the devices."""
+    policy = recipe.placement.policy
+    if policy is None:
+        return
+    try:
+        sizes = policy.sizes(recipe.placement.devices)
+    except PlacementError as error:
+        yield str(error)
+        return
+    rows = recipe.model.pad_vocab_to
+    if rows % sizes.tensor:
+        yield (
+            f"model.pad_vocab_to: {rows} is no multiple of placement.policy.tensor {sizes.tensor}, over which the "
+            f"vocabulary is divided. Use {math.lcm(rows, sizes.tensor)}."
+        )
 
 
 def reward_model_rules(reward_model: RewardModelSection) -> Iterator[str]:

@@ -68,7 +68,7 @@ def mean_token_loss(engine: TrainEngine, loss: TokenLoss) -> HeldoutMeasure:
             source_S = on_device(batch.sources_S, device) if tally.has_sources else None
             total += engine.loss_sum([batch.packed], _summed_by_source(loss, tally, source_S))
         num_trained = sum(example.num_trained for example in split.examples)
-        whole, *rest = engine.mesh.sum(torch.cat([total[None], tally.sums_M])).tolist()
+        whole, *rest = engine.mesh.sum_of_data(torch.cat([total[None], tally.sums_M])).tolist()
         sums = dict(zip(tally.names, rest, strict=True))
         return {"loss": whole / num_trained, **heldout_losses(split, sums, "tokens")}
 
@@ -105,9 +105,9 @@ class Evaluator:
         self.skipped: list[SkippedRow] = rows_of_heldout.skipper.rows
         plan = split_step(
             [example.num_inputs for example in examples],
-            num_ranks=self._mesh.world, max_tokens=max_tokens, hard_cap=False,
+            num_ranks=self._mesh.data_ranks, max_tokens=max_tokens, hard_cap=False,
         )  # fmt: skip
-        rows = tuple(tuple(part.tolist()) for part in plan.rows(self._mesh.rank)[0])
+        rows = tuple(tuple(part.tolist()) for part in plan.rows(self._mesh.data_rank)[0])
         self._split = SplitExamples(examples=examples, rows=rows, sources=mixed_names(recipe.data.heldout))
         self._prompts: list[Prompt] = []
         self._answerer: Answerer | None = None

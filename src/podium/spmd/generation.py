@@ -30,11 +30,12 @@ def greedy_answers(
     """The most likely continuation of each prompt, in order, on every rank. The prompts are split over ranks, and all
     ranks run the same number of forwards."""
     model.eval()
-    parts = [list(range(rank, len(prompts), mesh.world)) for rank in range(mesh.world)]
+    parts = [list(range(rank, len(prompts), mesh.data_ranks)) for rank in range(mesh.data_ranks)]
     batches = [list(_batches(part, prompts, max_new_tokens, max_batch_tokens)) for part in parts]
     answers: dict[int, Tokens] = {}
     for turn in range(max(len(each) for each in batches)):
-        mine = batches[mesh.rank][turn] if turn < len(batches[mesh.rank]) else []
+        own = batches[mesh.data_rank]
+        mine = own[turn] if turn < len(own) else []
         batch_answers = _answer_batch(model, mesh, [prompts[i] for i in mine], max_new_tokens, stop_tokens)
         answers.update(zip(mine, batch_answers, strict=True))
     model.train()

@@ -67,13 +67,16 @@ class SpmdRank:
     def run(self, restart: Restart | None, failed_ago_s: float, task: RankTask) -> RunResult:
         """Runs the whole program on the mesh that the worker has already joined. `restart`: why it runs again, after a
         failure `failed_ago_s` ago: the driver may be on a machine with another clock."""
-        from podium.engine.mesh import adopt
+        from podium.engine.mesh import adopt, with_axes
         from podium.spmd.rank import run_joined
 
         if restart is not None:
             restart = dataclasses.replace(restart, failed_s=time.monotonic() - failed_ago_s)
         context = self._context
         mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
+        placement = task.recipe.placement
+        if placement.policy is not None:
+            mesh = with_axes(mesh, placement.policy.sizes(mesh.world), timeout_s=placement.timeout_s)
         where = RankPlace(
             rank=context.rank, world=context.world, attempt=0 if restart is None else restart.number, restart=restart,
             restarts_left=task.recipe.placement.restarts - (0 if restart is None else restart.number),

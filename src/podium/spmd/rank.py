@@ -83,9 +83,11 @@ def run_rank(where: RankPlace, task: RankTask) -> RunResult:
     """Runs a rank from joining the process group to leaving it. Collective."""
     recipe = task.recipe
     check_devices(recipe.placement, where.local_world)
+    policy = recipe.placement.policy
     mesh = join(
-        recipe.placement, rank=where.rank, world=where.world, local_rank=where.local_rank, meeting=where.meeting
-    )
+        recipe.placement, rank=where.rank, world=where.world, local_rank=where.local_rank, meeting=where.meeting,
+        sizes=None if policy is None else policy.sizes(where.world),
+    )  # fmt: skip
     try:
         return run_joined(where, mesh, task)
     finally:
@@ -226,7 +228,7 @@ def _build(
         console.note(
             "no snapshots in memory: there is no /dev/shm to write to. A restart goes on from the last checkpoint"
         )
-    cost = model_cost(model.hf)
+    cost = model_cost(model.hf, model.split)
     if not task.evaluates_only:
         console.header(_header(recipe, folder, mesh, model, settings, progress.step, peak))
     parts = SpmdParts(
@@ -299,8 +301,8 @@ def _micro_batch(recipe: SpmdRecipe, mesh: Mesh) -> int:
     limit = _DEFAULT_MICRO_BATCH[mesh.device.type]
     if recipe.rows_per_step is not None:
         return limit
-    parts = -(-recipe.tokens_per_step // (mesh.world * limit))
-    return -(-recipe.tokens_per_step // (mesh.world * parts))
+    parts = -(-recipe.tokens_per_step // (mesh.data_ranks * limit))
+    return -(-recipe.tokens_per_step // (mesh.data_ranks * parts))
 
 
 def _cpu_settings(recipe: SpmdRecipe, folder: RunFolder, engine: TrainEngine) -> CpuSettings | None:
@@ -333,7 +335,6 @@ def _header(
 ) -> list[str]:
     rows = recipe.rows_per_step
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
-    parameters = list(model.hf.parameters())
     return header_lines(
         recipe,
         folder,
@@ -341,10 +342,16 @@ def _header(
         step_size=f"{recipe.tokens_per_step} tokens" if rows is None else counted(rows, "row"),
         model=model_line(
             type(model.hf).__name__,
-            sum(parameter.numel() for parameter in parameters),
-            sum(parameter.numel() for parameter in parameters if parameter.requires_grad or recipe.model.lora is None),
+            model.num_parameters(),
+            model.num_parameters(trained=recipe.model.lora is not None),
             str(compute_dtype(recipe.model, mesh.device)).removeprefix("torch."),
         ),
-        devices=f"{mesh.world} x {name}, measured peak {peak / 1e12:.3g} TFLOP/s each",
+        devices=f"{mesh.world} x {name}{_axes(recipe, mesh)}, measured peak {peak / 1e12:.3g} TFLOP/s each",
         cpu=settings,
     )
+
+
+def _axes(recipe: SpmdRecipe, mesh: Mesh) -> str:
+    """The axes of placement.policy; nothing without it."""
+    policy = recipe.placement.policy
+    return "" if policy is None else f" {policy.sizes(mesh.world)}"

@@ -224,7 +224,7 @@ class SpmdRun(Generic[RecipeT_co]):
         ready = next(self._parts.loader)
         plan = split_step(
             [example.num_inputs for example in ready.examples],
-            num_ranks=self._mesh.world,
+            num_ranks=self._mesh.data_ranks,
             max_tokens=self._parts.max_tokens,
             cost=self._parts.cost.per_sequence,
             hard_cap=self._parts.hard_cap,
@@ -238,16 +238,16 @@ class SpmdRun(Generic[RecipeT_co]):
             ready=ready,
             split=SplitExamples(
                 examples=ready.examples,
-                rows=tuple(tuple(part.tolist()) for part in plan.rows(self._mesh.rank)[0]),
+                rows=tuple(tuple(part.tolist()) for part in plan.rows(self._mesh.data_rank)[0]),
                 sources=self._source_names,
             ),
             imbalance=plan.imbalance,
         )
 
     def _seed(self, number: int) -> None:
-        """Seeds random streams by (seed, step, rank). They need no saving, and a resumed run samples the same
-        numbers."""
-        key = np.random.SeedSequence([self.recipe.run.seed, number, self._mesh.rank]).generate_state(2)
+        """Seeds random streams by (seed, step, rank of the data). They need no saving, and a resumed run samples the
+        same numbers."""
+        key = np.random.SeedSequence([self.recipe.run.seed, number, self._mesh.data_rank]).generate_state(2)
         torch.manual_seed(int(key[0]))
         random.seed(int(key[1]))
         np.random.seed(int(key[1]))

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from podium.engine.mesh import Mesh
 from podium.engine.parameters import TrainedParameter
-from podium.engine.sharding import local_box, local_tensor, reshard
+from podium.engine.sharding import is_copy, local_box, local_tensor, reshard, whole_shape
 from podium.models.buffers import persistent_buffers
 from podium.models.causal_lm import PackedCausalLM, padded_parameters
 from podium.models.lora import has_adapter
+from podium.models.tensor_axis import TensorAxis
 from podium.models.tensor_shards import Box
 from podium.weights.fingerprints import piece_fingerprint, unsigned
 from podium.weights.versions import TensorSpec, WeightVersion
@@ -35,7 +36,10 @@ class _Part:
     dtype: torch.dtype
     tensor: Tensor  # the parameter itself: its storage may be swapped, the object stays
     box: Box
-    num_rows: int  # padding included
+    num_rows: int  # of this rank's part on the tensor axis, padding included
+    is_copy: bool  # another rank has the same part, and counts it
+    axis: TensorAxis | None = None  # over which it is divided, beside FSDP's shards
+    dim: int = 0  # in which the axis divides it
 
     @property
     def local(self) -> Tensor:
@@ -44,7 +48,15 @@ class _Part:
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The group over which it is sharded; None if each rank has it whole."""
-        return self.tensor.device_mesh.get_group() if isinstance(self.tensor, DTensor) else None
+        if not isinstance(self.tensor, DTensor):
+            return None
+        mesh = self.tensor.device_mesh
+        return mesh.get_group(mesh.ndim - 1)  # FSDP's last axis is the one that shards
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of one row of this rank's part on the tensor axis."""
+        return tuple(self.tensor.shape[1:])
 
 
 class PublishedWeights:
@@ -68,12 +80,14 @@ class PublishedWeights:
         padded = padded_parameters(model)
         chosen = {each.name for each in trained}
         parameters = {
-            name: _of_parameter(name, parameter, padded.get(name), _published_dtype(model, parameter, dtype))
+            name: _of_parameter(
+                name, parameter, padded.get(name), _published_dtype(model, parameter, dtype), model, mesh
+            )
             for name, parameter in model.hf.named_parameters()
         }
         self._parts = [parameters[each.name] for each in trained]
         others = [part for name, part in parameters.items() if name not in chosen]
-        others += [_of_buffer(name, buffer) for name, buffer in persistent_buffers(model.hf).items()]
+        others += [_of_buffer(name, buffer, mesh) for name, buffer in persistent_buffers(model.hf).items()]
         self._frozen = others if has_adapter(model.hf) else []
         self._parts += [] if self._frozen else others
 
@@ -108,9 +122,15 @@ class PublishedWeights:
         return _tensors(self._parts, self._bucket_bytes)
 
     def _partial(self, part: _Part) -> Tensor:
-        if part.group is None and not self._mesh.is_main:  # all ranks have it whole: one of them counts it
+        local, box, axis = part.local, part.box, part.axis
+        is_counted = not part.is_copy
+        if axis is not None and part.dim > 0:  # whole rows are counted, by one rank
+            local, whole = axis.gather(local, part.dim), Box.whole(part.spec.shape)
+            box = Box((box.starts[0], *whole.starts[1:]), (box.stops[0], *whole.stops[1:]))
+            is_counted = is_counted and axis.rank == 0
+        if not is_counted:
             return torch.zeros((), dtype=torch.int64, device=self._mesh.device)
-        return piece_fingerprint(part.local, part.box, part.spec.shape, part.dtype)
+        return piece_fingerprint(local, box, part.spec.shape, part.dtype)
 
 
 class FrozenWeights:
@@ -135,16 +155,22 @@ def _tensors(parts: Sequence[_Part], size: int) -> Iterator[tuple[str, Tensor]]:
         yield from _whole([by_name[spec.name] for spec in bucket.specs])
 
 
-def _of_parameter(name: str, parameter: Tensor, real_rows: int | None, dtype: torch.dtype) -> _Part:
-    shape = tuple(parameter.shape)
+def _of_parameter(
+    name: str, parameter: Tensor, real_rows: int | None, dtype: torch.dtype, model: PackedCausalLM, mesh: Mesh
+) -> _Part:
+    split = model.split
+    shape = whole_shape(name, parameter, split)
     return _Part(
         spec=TensorSpec(
             name=name, shape=shape if real_rows is None else (real_rows, *shape[1:]), dtype=_name_of(dtype)
         ),
         dtype=dtype,
         tensor=parameter,
-        box=local_box(parameter),
-        num_rows=shape[0] if shape else 1,
+        box=local_box(name, parameter, split),
+        num_rows=parameter.shape[0] if shape else 1,
+        is_copy=is_copy(name, parameter, mesh, split),
+        axis=None if split is None or name not in split.dims else split.axis,
+        dim=0 if split is None else split.dims.get(name, 0),
     )
 
 
@@ -155,7 +181,7 @@ def _published_dtype(model: PackedCausalLM, parameter: Tensor, dtype: torch.dtyp
     return dtype if same else parameter.dtype
 
 
-def _of_buffer(name: str, buffer: Tensor) -> _Part:
+def _of_buffer(name: str, buffer: Tensor, mesh: Mesh) -> _Part:
     """Buffers keep their dtype, as they do in every forward pass."""
     shape = tuple(buffer.shape)
     return _Part(
@@ -164,6 +190,7 @@ def _of_buffer(name: str, buffer: Tensor) -> _Part:
         tensor=buffer,
         box=Box.whole(shape),
         num_rows=shape[0] if shape else 1,
+        is_copy=not mesh.is_main,
     )
 
 
@@ -182,6 +209,8 @@ def _whole(parts: Sequence[_Part]) -> Iterator[tuple[str, Tensor]]:
         else:
             assert gathered is not None
             values = gathered.whole(part)
+        if part.axis is not None:
+            values = part.axis.gather(values[: part.num_rows], part.dim)
         yield part.spec.name, values[: part.spec.shape[0]] if part.spec.shape else values
 
 
@@ -209,11 +238,11 @@ class _Gathered:
     def whole(self, part: _Part) -> Tensor:
         """All rows, including padding and the filling of the last ranks after them."""
         flat = self._bytes[:, self._stretches[part.spec.name]].reshape(-1)  # a view, where it is alone
-        return flat.view(part.dtype).view(self._world * self._rows_each(part), *part.spec.shape[1:])
+        return flat.view(part.dtype).view(self._world * self._rows_each(part), *part.row_shape)
 
     def _rows_each(self, part: _Part) -> int:
         return -(-part.num_rows // self._world)
 
 
 def _row_bytes(part: _Part) -> int:
-    return math.prod(part.spec.shape[1:]) * part.dtype.itemsize
+    return math.prod(part.row_shape) * part.dtype.itemsize

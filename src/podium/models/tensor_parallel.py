@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Divides a model over the ranks of a tensor axis by transformers' own plan: each rank keeps a part of the layers and
+of the vocabulary, as plain tensors.
+
+Every rank computes the same hidden states. Between a layer divided by its outputs (`colwise`) and the next one divided
+by its inputs (`rowwise`) each rank has its own heads, or its own part of the MLP; sums over the ranks join them again.
+The model is divided while it has no memory; the values are then read part by part, like those of any shard."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from podium.errors import ModelError, UnsupportedModelError
+from podium.models.causal_lm import PackedCausalLM
+from podium.models.scalar import PackedScalarLM
+from podium.models.tensor_axis import TensorAxis, copy_to_axis, gather_from_axis, reduce_from_axis, scatter_to_axis
+from podium.models.tensor_plan import KEY, undivided, unsupported_type
+from podium.models.tensor_split import TensorSplit
+
+_COLWISE, _ROWWISE = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
+_SUMMED = "replicated_with_grad_allreduce"  # whole on each rank, which has the gradient of its own heads alone
+
+
+def divide_model(model: PackedCausalLM | PackedScalarLM, axis: TensorAxis) -> None:
+    """Keeps this rank's part of every layer that the plan divides, in place. Raises an error if the plan does not allow
+    it."""
+    division = _Division(model.hf, axis)
+    for style, module in _planned(model.hf):
+        if style == _SUMMED:
+            division.sum_gradients(module)
+        else:
+            division.linear(module, style)
+    embedding, head = model.hf.get_input_embeddings(), None
+    if isinstance(model, PackedCausalLM):
+        head = model.hf.get_output_embeddings()
+        if len(head.weight) % axis.size:
+            raise ModelError(
+                f"{KEY}: {axis.size} ranks cannot divide {len(head.weight)} rows of the vocabulary. Set "
+                f"model.pad_vocab_to to a multiple of {axis.size}."
+            )
+        division.head(head)
+        model.head_spec = replace(model.head_spec, tensor=axis)
+    if head is not None or len(embedding.weight) % axis.size == 0:  # a model that scores pads no rows
+        division.embedding(embedding)
+    model.split = division.apply()
+
+
+def _planned(hf: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """The modules of the body that the plan names, with how it divides each."""
+    config = hf.config.get_text_config()
+    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    if (reason := unsupported_type(config.model_type)) is not None:
+        raise UnsupportedModelError(f"{KEY}: {reason}")
+    unknown = {style for style in plan.values() if style not in (*_COLWISE, *_ROWWISE, _SUMMED)}
+    if unknown or not plan:
+        what = f"divides layers by {', '.join(sorted(unknown))}" if unknown else "is empty"
+        raise UnsupportedModelError(
+            f"{KEY}: transformers' plan for {config.model_type} {what}, which Podium does not know. Use "
+            "placement.policy.shard instead."
+        )
+    patterns = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in plan.items()]
+    found: dict[str, tuple[str, nn.Module]] = {}
+    for name, module in hf.base_model.named_modules():
+        style = next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
+        if style is not None:
+            found[name] = (style, module)
+    for name, _ in hf.base_model.named_modules():
+        owner, _, leaf = name.rpartition(".")
+        is_of_heads = leaf in ("q_norm", "k_norm") and found.get(f"{owner}.q_proj", ("",))[0] == "colwise"
+        if is_of_heads and name not in found:
+            raise UnsupportedModelError(
+                f"{KEY}: the plan of this version of transformers leaves out {name}, whose gradient each rank would "
+                f"have for its own heads only. Update transformers (tested: 5.22)."
+            )
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Divided:
+    parameter: Tensor  # the whole one
+    dim: int
+
+
+class _Division:
+    """Collects what is divided, and changes the forward passes; `apply` then replaces the parameters."""
+
+    def __init__(self, hf: PreTrainedModel, axis: TensorAxis) -> None:
+        config = hf.config.get_text_config()
+        if left := undivided(config.to_dict(), axis.size):
+            raise ModelError(f"{KEY}: {axis.size} does not divide {' and '.join(left)} of {type(hf).__name__}.")
+        self._hf, self._axis = hf, axis
+        self._divided: dict[int, _Divided] = {}
+        self._summed: set[int] = set()
+
+    def sum_gradients(self, module: nn.Module) -> None:
+        """A module that every rank has whole, and applies to its own heads."""
+        self._summed |= {id(parameter) for parameter in module.parameters()}
+
+    def linear(self, module: nn.Module, style: str) -> None:
+        """A linear layer, with an adapter or without."""
+        base, adapters = _linear_of(module), _adapters_of(module)
+        if style in _COLWISE:
+            self._cut(base.weight, 0)
+            if base.bias is not None:
+                self._cut(base.bias, 0)
+            for inner, outer in adapters:
+                self._summed.add(id(inner.weight))
+                self._cut(outer.weight, 0)
+            _wrap(module, _by_outputs(module.forward, self._axis, joins=style != "colwise"))
+        else:
+            self._cut(base.weight, 1)
+            for inner, outer in adapters:
+                self._cut(inner.weight, 1)
+                self._summed.add(id(outer.weight))
+            inside = module.forward
+            if base.bias is not None:  # added once, to the sum
+                _wrap(base, lambda inputs: F.linear(inputs, base.weight))
+                inside = base.forward if module is base else module.forward
+            _wrap(module, _by_inputs(inside, base, self._axis, divides=style != "rowwise"))
+
+    def embedding(self, embedding: nn.Embedding) -> None:
+        """The look-up of a part of the vocabulary: other tokens get zeros, and the sum over the ranks has them all."""
+        rows = self._axis.part(len(embedding.weight))
+        self._cut(embedding.weight, 0)
+        padding: int | None = embedding.padding_idx
+        is_own = padding is not None and rows.start <= padding < rows.stop
+        embedding.padding_idx = padding - rows.start if is_own else None
+        _wrap(embedding, _of_own_tokens(embedding.forward, rows, self._axis))
+
+    def head(self, head: nn.Linear) -> None:
+        """Logits of a part of the vocabulary. The fused head reads the weight; transformers' own forward the module."""
+        self._cut(head.weight, 0)
+        inside, axis = head.forward, self._axis
+        _wrap(head, lambda hidden: gather_from_axis(inside(hidden), axis))
+
+    def apply(self) -> TensorSplit:
+        """Replaces the divided parameters by this rank's parts."""
+        dims = {name: self._divided[id(each)].dim for name, each in self._named() if id(each) in self._divided}
+        summed = frozenset(name for name, each in self._named() if id(each) in self._summed)
+        parts = {key: self._part(each) for key, each in self._divided.items()}
+        for module in self._hf.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if id(parameter) in parts:
+                    setattr(module, name, parts[id(parameter)])
+        return TensorSplit(axis=self._axis, dims=dims, summed=summed)
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self._hf.named_parameters())
+
+    def _cut(self, parameter: Tensor, dim: int) -> None:
+        self._divided[id(parameter)] = _Divided(parameter, dim)
+
+    def _part(self, each: _Divided) -> nn.Parameter:
+        rows = self._axis.part(each.parameter.shape[each.dim])
+        part = each.parameter.detach().narrow(each.dim, rows.start, rows.stop - rows.start)
+        return nn.Parameter(
+            part.clone(memory_format=torch.contiguous_format), requires_grad=each.parameter.requires_grad
+        )
+
+
+def _linear_of(module: nn.Module) -> nn.Linear:
+    base = module.get_base_layer() if hasattr(module, "lora_A") else module  # type: ignore[operator]
+    if not isinstance(base, nn.Linear):
+        raise UnsupportedModelError(f"{KEY}: transformers' plan divides a {type(base).__name__} as a linear layer.")
+    return base
+
+
+def _adapters_of(module: nn.Module) -> list[tuple[Any, Any]]:
+    """The factors A and B of each adapter of a layer: y = Wx + s·B(A(x))."""
+    if not hasattr(module, "lora_A"):
+        return []
+    inner: Any = module.lora_A
+    outer: Any = module.lora_B
+    return [(inner[name], outer[name]) for name in inner]
+
+
+def _wrap(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    module.forward = forward
+
+
+def _by_outputs(inside: Callable[..., Tensor], axis: TensorAxis, *, joins: bool) -> Callable[..., Tensor]:
+    def forward(inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        outputs = inside(copy_to_axis(inputs, axis), *args, **kwargs)
+        return gather_from_axis(outputs, axis) if joins else outputs
+
+    return forward
+
+
+def _by_inputs(
+    inside: Callable[..., Tensor], base: nn.Linear, axis: TensorAxis, *, divides: bool
+) -> Callable[..., Tensor]:
+    def forward(inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        mine = scatter_to_axis(inputs, axis) if divides else inputs
+        outputs: Tensor = reduce_from_axis(inside(mine, *args, **kwargs), axis)
+        return outputs if base.bias is None else outputs + base.bias
+
+    return forward
+
+
+def _of_own_tokens(inside: Callable[..., Tensor], rows: slice, axis: TensorAxis) -> Callable[..., Tensor]:
+    def forward(tokens: Tensor) -> Tensor:
+        is_own = (tokens >= rows.start) & (tokens < rows.stop)
+        found = inside(torch.where(is_own, tokens - rows.start, 0))
+        summed: Tensor = reduce_from_axis(found.masked_fill(~is_own.unsqueeze(-1), 0), axis)
+        return summed
+
+    return forward

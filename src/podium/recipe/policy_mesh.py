@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`placement.policy`: over which axes a program's devices hold the model. Sizes are plain numbers; torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field, Strict
+
+from podium.errors import PlacementError
+from podium.recipe.fields import Count, Section
+
+_REST = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSizes:
+    """The size of each axis. `tensor` varies fastest over ranks, then `shard`, then `replicate`."""
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Number of ranks."""
+        return self.replicate * self.shard * self.tensor
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that get different data."""
+        return self.replicate * self.shard
+
+    @property
+    def parts(self) -> int:
+        """Over how many ranks each tensor is divided."""
+        return self.shard * self.tensor
+
+    def __str__(self) -> str:
+        return f"{{replicate: {self.replicate}, shard: {self.shard}, tensor: {self.tensor}}}"
+
+
+class PolicyMeshSection(Section):
+    """Axes over which the devices hold the trained model, and models beside it. Their product is the number of devices.
+    Default: all devices shard."""
+
+    replicate: Count = Field(
+        1, description="HSDP: so many groups of ranks each hold the whole model between them, and add up gradients."
+    )
+    shard: Annotated[int, Strict(), Field(ge=-1)] = Field(
+        _REST, description="FSDP2: ranks that each hold a part of every tensor, and gather a layer to compute it. "
+        "-1: the devices that the other axes leave."
+    )  # fmt: skip
+    tensor: Count = Field(
+        1,
+        description="Tensor parallelism: ranks that compute a part of every layer and of the vocabulary, on the same "
+        "data. Divides the attention heads, key-value heads and width of the model's MLP.",
+    )
+
+    def sizes(self, devices: int) -> MeshSizes:
+        """The size of each axis on so many devices. Raises a PlacementError with the nearest shape that works."""
+        others = self.replicate * self.tensor
+        if self.shard == _REST and devices % others == 0:
+            return MeshSizes(replicate=self.replicate, shard=devices // others, tensor=self.tensor)
+        if self.shard > 0 and others * self.shard == devices:
+            return MeshSizes(replicate=self.replicate, shard=self.shard, tensor=self.tensor)
+        raise PlacementError(f"placement.policy: {self._problem(devices)} Use {nearest(self, devices)}.")
+
+    def _problem(self, devices: int) -> str:
+        if self.shard == 0:
+            return "shard is 0, and every axis has at least 1 (-1: the devices that are left)."
+        others = f"replicate {self.replicate} × tensor {self.tensor}"
+        if self.shard == _REST:
+            return f"{others} = {self.replicate * self.tensor} does not divide {_counted(devices)}."
+        asked = self.replicate * self.tensor * self.shard
+        return f"{others} × shard {self.shard} = {asked}, and there {_counted(devices, verb=True)}."
+
+
+def nearest(asked: PolicyMeshSection, devices: int, tensors: frozenset[int] | None = None) -> MeshSizes:
+    """The shape of so many devices that changes the sizes asked for by the smallest factors. `tensors`: sizes of the
+    tensor axis that the model allows; None: all."""
+
+    def change(shape: MeshSizes) -> tuple[float, int]:
+        factors = [(shape.replicate, asked.replicate), (shape.tensor, asked.tensor)]
+        if asked.shard > 0:
+            factors.append((shape.shard, asked.shard))
+        return sum(abs(math.log(size / wanted)) for size, wanted in factors), -shape.shard
+
+    shapes = [shape for shape in _shapes(devices) if tensors is None or shape.tensor in tensors]
+    return min(shapes, key=change)
+
+
+def _shapes(devices: int) -> Iterator[MeshSizes]:
+    for replicate in range(1, devices + 1):
+        if devices % replicate:
+            continue
+        left = devices // replicate
+        for tensor in range(1, left + 1):
+            if left % tensor == 0:
+                yield MeshSizes(replicate=replicate, shard=left // tensor, tensor=tensor)
+
+
+def _counted(devices: int, *, verb: bool = False) -> str:
+    are = ("is " if devices == 1 else "are ") if verb else ""
+    return f"{are}{devices} device{'' if devices == 1 else 's'}"

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""placement.policy: sizes of axes, and shapes that work in place of those that do not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from helpers.recipes import make_recipe
+from podium.errors import PlacementError, RecipeError
+from podium.recipe.policy_mesh import MeshSizes, PolicyMeshSection, nearest
+
+
+def test_shard_takes_the_devices_that_the_other_axes_leave() -> None:
+    assert PolicyMeshSection().sizes(8) == MeshSizes(shard=8)
+    assert PolicyMeshSection(replicate=2, tensor=2).sizes(8) == MeshSizes(replicate=2, shard=2, tensor=2)
+    assert PolicyMeshSection(tensor=4).sizes(4) == MeshSizes(tensor=4)
+    assert PolicyMeshSection(replicate=2, shard=4).sizes(8) == MeshSizes(replicate=2, shard=4)
+
+
+def test_sizes_count_ranks_data_and_parts() -> None:
+    sizes = MeshSizes(replicate=2, shard=3, tensor=4)
+    assert (sizes.devices, sizes.data_ranks, sizes.parts) == (24, 6, 12)
+
+
+@pytest.mark.parametrize(
+    ("asked", "devices", "wanted"),
+    [
+        ({"replicate": 3, "shard": 2}, 8, "{replicate: 4, shard: 2, tensor: 1}"),
+        ({"replicate": 3}, 8, "{replicate: 4, shard: 2, tensor: 1}"),
+        ({"tensor": 3}, 4, "{replicate: 1, shard: 1, tensor: 4}"),
+        ({"shard": 8, "tensor": 2}, 8, "{replicate: 1, shard: 8, tensor: 1}"),
+        ({"shard": 0}, 4, "{replicate: 1, shard: 4, tensor: 1}"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_the_nearest_shape(
+    asked: dict[str, int], devices: int, wanted: str
+) -> None:
+    with pytest.raises(PlacementError) as refused:
+        PolicyMeshSection(**asked).sizes(devices)
+    assert str(refused.value).endswith(f"Use {wanted}.")
+
+
+def test_the_nearest_shape_always_has_the_devices() -> None:
+    for replicate, shard, tensor, devices in itertools.product((1, 2, 3, 5), (-1, 1, 2, 7), (1, 2, 6), range(1, 13)):
+        section = PolicyMeshSection(replicate=replicate, shard=shard, tensor=tensor)
+        found = nearest(section, devices)
+        assert found.devices == devices
+        if shard > 0 and replicate * shard * tensor == devices:
+            assert found == MeshSizes(replicate=replicate, shard=shard, tensor=tensor)
+
+
+def test_a_model_may_allow_some_sizes_of_the_tensor_axis_only() -> None:
+    asked = PolicyMeshSection(shard=2, tensor=4)
+    assert nearest(asked, 8, frozenset({1, 2})) == MeshSizes(shard=4, tensor=2)
+
+
+def test_a_recipe_refuses_axes_that_do_not_give_its_devices() -> None:
+    with pytest.raises(RecipeError, match=r"placement\.policy: replicate 1 × tensor 2 × shard 2 = 4, and there are 8"):
+        make_recipe("placement.devices=8", "placement.policy={shard: 2, tensor: 2}")
+    recipe = make_recipe("placement.devices=8", "placement.policy={shard: 2, tensor: 2, replicate: 2}")
+    assert recipe.stored_values()["placement"]["policy"] == {"replicate": 2, "shard": 2, "tensor": 2}
+
+
+def test_the_vocabulary_is_padded_so_that_the_tensor_axis_divides_it() -> None:
+    with pytest.raises(RecipeError, match=r"model\.pad_vocab_to: 1 is no multiple .* Use 2\."):
+        make_recipe("placement.devices=2", "placement.policy={tensor: 2}", "model.pad_vocab_to=1")
