@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from helpers.tiny import save_tiny_folder, write_chats
-from podium import api
+from podium import api, cli
 from podium.errors import RecipeError
 from podium.planning import devices
 from podium.planning.memory import BEGIN_ANYHOW, NAME_THE_DEVICE
@@ -95,6 +96,15 @@ def test_training_refuses_what_check_refuses_unless_told_not_to(recipe: Path, mo
     assert of_train.value.__notes__ == ["in Python: podium.train(ignore_memory=True)"]
     api.train(recipe, overrides=cpu, ignore_memory=True)
     assert names == ["large"]
+
+
+def test_the_command_insists_with_a_flag(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, object]] = []
+    monkeypatch.setattr(api, "train", lambda recipe, **options: given.append(options))
+    monkeypatch.setattr(cli, "_report", lambda result: None)
+    for arguments in ([], ["--ignore-memory"]):
+        assert CliRunner().invoke(cli.app, ["train", str(recipe), *arguments]).exit_code == 0
+    assert [options["ignore_memory"] for options in given] == [False, True]
 
 
 def test_training_begins_what_the_planner_does_not_know(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
