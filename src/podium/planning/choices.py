@@ -109,16 +109,22 @@ class RecipeChoices:
         episodes = self._workload.episodes / one.num_learners / algorithm.mini_batches
         micro = one.micro_batch or MICRO_BATCH[self._device.kind]
         proximal = algorithm.proximal == "always" or (algorithm.proximal == "auto" and recipe.correction is not None)
+        tokens = episodes * self._episodes.mean_length
+        passes = max(1, math.ceil(tokens / micro))
         update_bytes = cache_bytes = 0
         if self._device.kind == "cuda" and one.layout != "split":
             plan = self.memory(one)
             update, rollout = plan.of("update", "learner"), plan.of("rollout", "learner")
             update_bytes = sum(update.of(name) for name in _UPDATE_TERMS)
+            # The plan is of the largest micro-batch that there can be.
+            longest = self._recipe.data.max_length or self.shape.context
+            most = min(micro, math.ceil(self._workload.episodes * longest / one.num_learners))
+            update_bytes -= int(update.of("activations") * max(0.0, 1.0 - tokens / passes / most))
             cache_bytes = rollout.of("KV cache") + rollout.of("weight copies")
         return UpdateShape(
             num_learners=one.num_learners,
             episodes=episodes,
-            passes=max(1, math.ceil(episodes * self._episodes.mean_length / micro)),
+            passes=passes,
             optimizer_steps=algorithm.mini_batches,
             epochs=algorithm.epochs,
             scores=int(algorithm.kl is not None) + int(proximal),
