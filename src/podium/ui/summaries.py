@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.errors import PodiumError
-from podium.observe.metrics import METRICS_FILE, json_value, read_last_metrics
+from podium.observe.metrics import METRICS_FILE, json_value
 from podium.recipe.changes import flat_values
 from podium.runs.events import membership_changes, recoveries
 from podium.runs.folder import RunFolder
@@ -23,6 +23,7 @@ from podium.runs.pipeline_folder import PipelineFolder
 from podium.runs.standing import changed_s, mapping_in, status_of, step_of
 from podium.ui.answers import PageError
 from podium.ui.catalogue import RunEntry, stage_id
+from podium.ui.last_metrics import LastMetrics
 
 _STEPS = re.compile(r"^steps: (\d+)$", re.MULTILINE)
 _FIRST_BYTES = 1 << 16
@@ -47,6 +48,7 @@ class RunSummaries:
 
     def __init__(self) -> None:
         self._known: dict[Path, _Known] = {}
+        self._last: dict[Path, LastMetrics] = {}
         self._lock = threading.Lock()
 
     def row(self, entry: RunEntry) -> Json:
@@ -62,31 +64,30 @@ class RunSummaries:
         stamp = tuple(_stamp(entry.path / name) for name in ("run.json", "recipe.yaml", METRICS_FILE))
         known = self._known.get(entry.path)
         if known is None or known.stamp != stamp:
-            known = _Known(stamp, _run_row(entry))
+            with self._lock:
+                last = self._last.setdefault(entry.path, LastMetrics())
+            known = _Known(stamp, _run_row(entry, last))
             with self._lock:
                 self._known[entry.path] = known
         state = {"status": known.row["status"]}
         return {**known.row, "status": status_of(entry.path, state)}
 
 
-def _run_row(entry: RunEntry) -> Json:
+def _run_row(entry: RunEntry, metrics: LastMetrics) -> Json:
     """With the status of run.json: whether a process holds the folder does not show in the files."""
     run = RunFolder.open(entry.path)
-    state, lines = mapping_in(run), read_last_metrics(run.metrics_file)
-    values: dict[str, float] = {}
-    for line in lines:
-        values |= line.values
-    first_s, last_s = _first_time_s(run.metrics_file), lines[-1].time_s if lines else None
+    state, last = mapping_in(run), metrics.read(run.metrics_file)
+    first_s, last_s = _first_time_s(run.metrics_file), None if last is None else last.time_s
     return {
         "id": entry.id,
         "name": entry.path.name,
         "program": str(state.get("program", "-")),
         "status": str(state.get("status")),
-        "step": step_of(state, lines),
+        "step": step_of(state, [] if last is None else [last]),
         "steps": _num_steps(run),
         "changed_s": changed_s(entry.path),
         "duration_s": last_s - first_s if first_s is not None and last_s is not None else None,
-        "metrics": {name: json_value(value) for name, value in values.items()},
+        "metrics": {} if last is None else {name: json_value(value) for name, value in last.values.items()},
         "parent": entry.parent,
         "broken": None,
     }
