@@ -24,10 +24,19 @@ from helpers.tiny import save_tiny_model, tiny_tokenizer
 from helpers.workspace import Outcome, Workspace
 from podium import api
 from podium.errors import RolloutError
+from podium.models.cpu_settings import CpuSettings
 from podium.recipe import RolloutSection, SourceSection
 from podium.rollout.requests import Sampling
 
 SHORT = ("--max-new-tokens", "12")
+
+
+@pytest.fixture(autouse=True)
+def settings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread without oneDNN: only the first test measures what suits the model, as every start of a user does."""
+    if request.function is not test_every_row_gets_its_answers_in_order:
+        fixed = CpuSettings(threads=1, onednn=False)
+        monkeypatch.setattr("podium.rollout.checkpoints.choose_cpu_settings", lambda work, *, ranks: fixed)
 
 
 def answers(path: Path) -> list[dict[str, Any]]:
