@@ -7,6 +7,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -71,23 +72,33 @@ PROSE = (
 TEXTS = (tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
 
 
+_PATTERNS = {word: r"\b" + word.replace(" ", r"\s+") + r"\b" for word in PROSE}
+_ANY = re.compile("|".join(_PATTERNS.values()), re.IGNORECASE)
+
+
+@cache  # two tests look at every file
+def tokens(text: str) -> list[tuple[int, int, str]]:
+    """(kind, line, text) of identifiers, strings and comments of a Python file."""
+    kept = {tokenize.NAME, *TEXTS}
+    found = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [(each.type, each.start[0], each.string) for each in found if each.type in kept]
+
+
 def names(text: str) -> Iterator[tuple[int, str]]:
     """Identifiers of a Python file with their lines."""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.NAME:
-            yield token.start[0], token.string
+    return ((line, string) for kind, line, string in tokens(text) if kind == tokenize.NAME)
 
 
 def texts(text: str) -> Iterator[tuple[int, str]]:
     """Strings and comments of a Python file with their lines."""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in TEXTS:
-            yield token.start[0], token.string
+    return ((line, string) for kind, line, string in tokens(text) if kind in TEXTS)
 
 
 def retired(text: str) -> list[str]:
     """Retired words of a text, also where a line ends between two of them."""
-    return [word for word in PROSE if re.search(r"\b" + word.replace(" ", r"\s+") + r"\b", text, re.IGNORECASE)]
+    if not _ANY.search(text):
+        return []
+    return [word for word, pattern in _PATTERNS.items() if re.search(pattern, text, re.IGNORECASE)]
 
 
 @pytest.mark.parametrize("file", sorted(SOURCE.rglob("*.py")), ids=lambda file: str(file.relative_to(SOURCE)))
