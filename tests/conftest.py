@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """CI has a limit of time, and its machines differ by half."""
     text = "skip what has not begun after so many seconds; files begin at another place for every commit"
     parser.addoption("--begin-within-s", type=float, help=text)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Pytest's bytecode of the tests is kept, also where PYTHONDONTWRITEBYTECODE is set: the next processes of
+    `make test` and `make test-slow` need not rewrite all assertions again."""
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+    try:
+        return (yield)
+    finally:
+        sys.dont_write_bytecode = before
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where only serial tests are asked for, files that cannot have one are not imported (see `_starts_ray`)."""
+    if not str(config.getoption("markexpr")).endswith(" and serial") or collection_path.suffix != ".py":
+        return None
+    may_have = collection_path.is_relative_to(_TESTS / "cluster") or re.search(
+        r"\bserial\b|\bray", collection_path.read_text(encoding="utf-8")
+    )
+    return None if may_have else True
 
 
 @pytest.hookimpl(tryfirst=True)
