@@ -8,7 +8,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VERL_VENV ?= .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
-.PHONY: install install-vllm install-verl demo bytecode test test-parallel test-serial test-slow test-slow-parallel test-slow-serial test-soak test-vllm test-verl test-all chaos lint types format clean docs docs-reference docs-serve
+.PHONY: install install-vllm install-verl demo bytecode test test-parallel-and-serial test-parallel test-serial test-slow test-slow-parallel test-slow-serial test-soak test-vllm test-verl test-all chaos lint types format clean docs docs-reference docs-serve
 
 install: $(INSTALLED)
 
@@ -33,7 +33,10 @@ bytecode: $(INSTALLED)
 	$(BIN)/python -m compileall -q src
 
 test: lint bytecode  ## what every change must pass
-	$(MAKE) --no-print-directory -j 2 types test-parallel
+	$(MAKE) --no-print-directory -j 2 types test-parallel-and-serial
+
+test-parallel-and-serial:
+	$(MAKE) --no-print-directory test-parallel
 	$(MAKE) --no-print-directory test-serial
 
 test-parallel: $(INSTALLED)  ## in two processes
@@ -94,8 +97,8 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(INSTALLED)
-	$(BIN)/mypy
+types: $(INSTALLED)  ## in the time that tests leave
+	nice -n 19 $(BIN)/mypy
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
