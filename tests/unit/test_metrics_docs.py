@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from helpers.made_batches import make_answer, make_graded, make_report, make_rollouts, make_task
+from podium.algorithms.router_statistics import RouterStatistics
 from podium.algorithms.staleness import AgeStatistics
 from podium.algorithms.statistics import EffectiveSampleSize, ValueStatistics
 from podium.controller import evaluation, records
@@ -94,13 +95,15 @@ def step_names() -> set[str]:
     distance = DistanceNote(k1_N=ones_N, k2_N=ones_N, k3_N=ones_N, tokens_N=np.ones(4, np.int64))
     weights = EffectiveSampleSize(count=4, kept=4, sum=4, sum_squares=4)
     ages = {1: AgeStatistics(count=4.0, kl_k3=0.1, ratio=4.0, ratio_squares=4.0)}
+    routers = RouterStatistics(max_load=1.0, dead_experts=0.0, entropy=1.0, aux_loss=2.0, mismatch=0.0)
     trained = GroupRecord(
         prompt_index=0, step=1, attempts=1, admitted_version=0, oldest_version=0, newest_version=0, trained_version=1,
         void=None,
     )  # fmt: skip
     record = StepRecord(
         step=1, lr=1e-3, graded=graded, used=graded, distance=distance,
-        report=make_report(sampling=weights, kept_mass=0.9, kl_reference=0.1, ages=ages), kl_coefficient=0.1,
+        report=make_report(sampling=weights, kept_mass=0.9, kl_reference=0.1, ages=ages, routers=routers),
+        kl_coefficient=0.1,
         groups=[trained, *(replace(trained, trained_version=None, void=why) for why in ("uniform", "failed"))],
         overlaps=True, versions=(0, 1),
         critic=CriticReport(statistics=ValueStatistics.merge([]), losses=(1.0,), grad_norms=(1.0,)),

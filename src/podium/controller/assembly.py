@@ -30,13 +30,14 @@ from podium.data.tasks import Task, read_tasks
 from podium.data.tokenizer import load_tokenizer
 from podium.engine.checkpoint_files import SavedCheckpoint, set_aside_later
 from podium.environments.reward_columns import require_reward_columns
+from podium.errors import UnsupportedModelError
 from podium.observe import Console, Stopwatch
 from podium.recipe import OnPolicyRecipe
 from podium.roles.episode_runner import EpisodeRunner
 from podium.roles.grader import Grader, require_scorable_heldout
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
 from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
-from podium.roles.interfaces import POLICY, Critic, Generator, Learner, RewardModel, Scorer, Stateful
+from podium.roles.interfaces import POLICY, Critic, Generator, Learner, LearnerFacts, RewardModel, Scorer, Stateful
 from podium.roles.runner_handle import RunnerHandle
 from podium.roles.state_handle import StateHandle
 from podium.runs.folder import RunFolder
@@ -113,6 +114,8 @@ async def open_parts(
     facts = roles.policy.facts
     if facts.cpu is not None:
         folder.note_cpu_settings(roles.policy.num_ranks, facts.cpu)
+    if (reason := no_router_replay(recipe, facts)) is not None:
+        console.warning(f"router replay is off: {reason}. Engine and learner may choose other experts for a token")
     return OnPolicyParts(
         recipe=recipe, folder=folder, cluster=cluster, workers=workers, roles=roles, names=names,
         prompts=inputs.prompts, heldout=inputs.heldout, ledger=ledger, log=log,
@@ -125,6 +128,23 @@ async def open_parts(
             offload_optimizer=recipe.rollout.offload_optimizer,
         ),
     )  # fmt: skip
+
+
+def no_router_replay(recipe: OnPolicyRecipe, facts: LearnerFacts) -> str | None:
+    """Why the learner does not replay the engine's choices of experts, where that would be expected; None: it does, or
+    there is no reason to. Raises an error if the recipe insists."""
+    if recipe.rollout.router_replay == "on" and facts.routers is None:
+        reason = facts.router_problem or f"{facts.architecture} has no experts"
+        raise UnsupportedModelError(
+            f"rollout.router_replay: it is on, and {reason}. Set it to auto, which leaves it out where it is not "
+            "possible."
+        )
+    is_mixture = facts.routers is not None or facts.router_problem is not None
+    if not is_mixture or recipe.rollout.router_replay != "auto" or not recipe.can_be_stale:
+        return None
+    if recipe.rollout.engine != "native":
+        return f"the choices of {recipe.rollout.engine} are not read"
+    return facts.router_problem
 
 
 def begin_run(

@@ -256,6 +256,7 @@ def _generator(recipe: OnPolicyRecipe, *, learner: str | None) -> GeneratorSpec:
         max_length=longest_sequence(recipe),
         learner=learner,
         deadline_s=recipe.placement.timeout_s + HANG_SLACK_S,
+        records_experts=recipe.may_replay_routers,
     )
 
 

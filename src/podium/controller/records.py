@@ -217,6 +217,8 @@ def _update(report: UpdateReport) -> dict[str, float]:
         }
     if report.kl_reference is not None:
         metrics["kl/reference"] = report.kl_reference
+    if report.routers is not None:
+        metrics |= report.routers.metrics()
     return metrics
 
 

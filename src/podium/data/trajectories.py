@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from podium.data.routed_experts import Experts, aligned
 from podium.errors import DataError
 
 Ints = NDArray[np.int64]
@@ -178,9 +179,10 @@ class _Jagged:
                     f"{total}; every token has exactly one."
                 )
 
-    @classmethod
-    def _flat(cls) -> list[str]:
-        return [field.name for field in fields(cls) if field.name not in ("ids", "offsets")]
+    def _flat(self) -> list[str]:
+        """Names of the arrays; those that are not there are left out."""
+        names = [field.name for field in fields(self) if field.name not in ("ids", "offsets")]
+        return [name for name in names if getattr(self, name) is not None]
 
     @property
     def lengths_N(self) -> Ints:
@@ -209,12 +211,16 @@ class _Jagged:
             return parts[0]
         ends = np.cumsum([0, *(int(part.offsets[-1]) for part in parts)])
         offsets = [part.offsets[1:] + end for part, end in zip(parts, ends, strict=False)]
-        joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in cls._flat()}
         return cls(
             ids=TrajectoryIds.concatenate([part.ids for part in parts]),
             offsets=np.concatenate([np.zeros(1, np.int64), *offsets]),
-            **joined,
+            **cls._joined(parts),
         )
+
+    @classmethod
+    def _joined(cls, parts: Sequence[Self]) -> dict[str, NDArray[Any] | None]:
+        names = [field.name for field in fields(cls) if field.name not in ("ids", "offsets")]
+        return {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
 
 
 def _read_only(values: NDArray[Any]) -> NDArray[Any]:
@@ -242,6 +248,15 @@ class TrajectoryBlock(_Jagged):
     loss_mask_T: NDArray[np.bool_]
     behavior_logprobs_T: NDArray[np.float32]  # 0 where the token was not sampled
     versions_T: NDArray[np.int32]  # of the weights that sampled the token; -1 where it was not sampled
+    experts_TLK: Experts | None = None  # that the engine's routers chose for the token; None: not recorded
+
+    @classmethod
+    def _joined(cls, parts: Sequence[Self]) -> dict[str, NDArray[Any] | None]:
+        joined: dict[str, NDArray[Any] | None] = {
+            name: np.concatenate([getattr(part, name) for part in parts])
+            for name in ("tokens_T", "loss_mask_T", "behavior_logprobs_T", "versions_T")
+        }
+        return {**joined, "experts_TLK": aligned([(part.experts_TLK, len(part.tokens_T)) for part in parts])}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

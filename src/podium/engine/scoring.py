@@ -33,10 +33,11 @@ class ScoringBatch:
     places_S: Ints
 
 
-def scoring_batches(block: TrajectoryBlock, *, max_tokens: int) -> list[ScoringBatch]:
+def scoring_batches(block: TrajectoryBlock, *, max_tokens: int, replays: bool = False) -> list[ScoringBatch]:
     """The trajectories with sampled tokens in as few micro-batches as possible. Tokens after a trajectory's last
-    sampled token are left out; a trajectory longer than the budget gets its own micro-batch."""
-    documents, begins = _documents(block)
+    sampled token are left out; a trajectory longer than the budget gets its own micro-batch. `replays`: routers choose
+    the experts that the block has recorded."""
+    documents, begins = _documents(block, replays=replays)
     if not documents:
         return []
     lengths = [document.num_inputs for document in documents]
@@ -51,11 +52,23 @@ def scoring_batches(block: TrajectoryBlock, *, max_tokens: int) -> list[ScoringB
 
 
 def score(
-    model: PackedCausalLM, mesh: Mesh, block: TrajectoryBlock, *, temperature: float = 1.0, max_tokens: int = 16384
+    model: PackedCausalLM,
+    mesh: Mesh,
+    block: TrajectoryBlock,
+    *,
+    temperature: float = 1.0,
+    max_tokens: int = 16384,
+    replays: bool = False,
 ) -> TokenColumn:
     """log softmax(logits / temperature) of every sampled token under the model's weights, 0 elsewhere. Temperature 0
-    counts as 1, as in engines. Collective: ranks without (or with fewer) trajectories run empty passes."""
-    return _seen(model, mesh, block, max_tokens, lambda tokens: model(tokens, None, "logprobs", temperature or 1.0))
+    counts as 1, as in engines. Collective: ranks without (or with fewer) trajectories run empty passes. `replays`: for
+    the model that sampled; routers choose the experts that the block has recorded."""
+
+    def forward(tokens: TokenBatch) -> torch.Tensor:
+        logprobs_S: torch.Tensor = model(tokens, None, "logprobs", temperature or 1.0)
+        return logprobs_S
+
+    return _seen(model, mesh, block, max_tokens, forward, replays=replays)
 
 
 def values(model: PackedScalarLM, mesh: Mesh, block: TrajectoryBlock, *, max_tokens: int = 16384) -> TokenColumn:
@@ -83,8 +96,10 @@ def _seen(
     block: TrajectoryBlock,
     max_tokens: int,
     forward: Callable[[TokenBatch], torch.Tensor],
+    *,
+    replays: bool = False,
 ) -> TokenColumn:
-    batches = scoring_batches(block, max_tokens=max_tokens)
+    batches = scoring_batches(block, max_tokens=max_tokens, replays=replays)
     most = max(mesh.gather(len(batches)))
     empty = ScoringBatch(packed=pack([]), places_S=np.empty(0, np.int64))
     values_T = np.zeros(len(block.tokens_T), np.float32)
@@ -114,15 +129,21 @@ def sampled_mask(block: TrajectoryBlock) -> NDArray[np.bool_]:
     return mask
 
 
-def _documents(block: TrajectoryBlock) -> tuple[list[Document], list[int]]:
+def _documents(block: TrajectoryBlock, *, replays: bool) -> tuple[list[Document], list[int]]:
     """Each trajectory up to its last sampled token, and its start in the block."""
-    sampled_T = sampled_mask(block)
+    sampled_T, experts_TLK = sampled_mask(block), block.experts_TLK if replays else None
     documents, begins = [], []
     for begin, end in pairwise(block.offsets.tolist()):
         trained = sampled_T[begin:end].copy()
         trained[:1] = False  # nothing stands before the first token to predict it from
         last = int(np.flatnonzero(trained)[-1]) + 1 if trained.any() else 0
         if last:
-            documents.append(Document(tokens=block.tokens_T[begin : begin + last], trained=trained[:last]))
+            documents.append(
+                Document(
+                    tokens=block.tokens_T[begin : begin + last],
+                    trained=trained[:last],
+                    experts=None if experts_TLK is None else experts_TLK[begin : begin + last],
+                )
+            )
             begins.append(begin)
     return documents, begins

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from podium.data.documents import Mask, Tokens
 from podium.data.kinds import Message, parse_messages
 from podium.data.masks import ChatTemplateError
+from podium.data.routed_experts import Experts, aligned
 from podium.data.rows import Row
 from podium.data.tasks import Task
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
@@ -63,6 +64,7 @@ class TurnAnswer:
     versions_L: Tokens
     finish: Literal["stop", "length", "cancelled", "error"]
     error: str | None = None
+    experts: Experts | None = None  # of the first positions of prompt and answer
 
 
 class Policy(Protocol):
@@ -104,6 +106,7 @@ class Episode:
     loss_mask_T: Mask
     behavior_logprobs_T: NDArray[np.float32]  # 0 where the token was not sampled
     versions_T: Tokens  # -1 where the token was not sampled
+    experts: Experts | None = None  # of the first positions
     num_prompt_tokens: int
     messages: tuple[Message, ...]  # the whole conversation; raw text becomes user and assistant messages too
     num_prompt_messages: int
@@ -212,6 +215,7 @@ def block_of(episodes: Sequence[Episode]) -> TrajectoryBlock:
         loss_mask_T=_joined([episode.loss_mask_T for episode in episodes], np.bool_),
         behavior_logprobs_T=_joined([episode.behavior_logprobs_T for episode in episodes], np.float32),
         versions_T=_joined([episode.versions_T for episode in episodes], np.int32),
+        experts_TLK=aligned([(episode.experts, len(episode.tokens_T)) for episode in episodes]),
     )
 
 
@@ -293,6 +297,7 @@ class _Running:
             loss_mask_T=np.zeros_like(mask) if finish == "error" else mask,
             behavior_logprobs_T=np.empty(0, np.float32) if arrays is None else arrays.behavior_logprobs_T,
             versions_T=empty if arrays is None else arrays.versions_T,
+            experts=None if arrays is None else arrays.experts,
             num_prompt_tokens=0 if self._transcript is None else self._transcript.num_prompt_tokens,
             messages=tuple(self._messages),
             num_prompt_messages=self._num_prompt_messages,
@@ -348,7 +353,9 @@ class _Running:
         if len(answer.tokens_L) > 0:  # also of a truncated answer: sampled tokens are not discarded
             stopped = answer.finish == "stop"
             with _guarded():
-                transcript.add_answer(answer.tokens_L, answer.logprobs_L, answer.versions_L, stopped=stopped)
+                transcript.add_answer(
+                    answer.tokens_L, answer.logprobs_L, answer.versions_L, stopped=stopped, experts=answer.experts
+                )
         if answer.finish in ("error", "cancelled"):
             why = f": {answer.error}" if answer.error else "."
             raise _EpisodeError(f"the engine did not finish the answer of turn {number} ({answer.finish}){why}")

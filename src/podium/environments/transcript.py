@@ -17,6 +17,7 @@ from podium.data.documents import Mask, Tokens
 from podium.data.kinds import Message
 from podium.data.masks import ChatRenderer, ChatTemplateError, HiddenToolsError, Tools
 from podium.data.prompts import PromptTokenizer
+from podium.data.routed_experts import Experts, continued
 from podium.data.rows import Row
 from podium.data.tokenizer import answer_text
 from podium.environments.chat_format import Call, ToolFormat, detect_format, parse_calls
@@ -63,6 +64,7 @@ class TranscriptArrays:
     behavior_logprobs_T: NDArray[np.float32]
     versions_T: Tokens
     turn_ends: tuple[int, ...]
+    experts: Experts | None  # of the first positions
 
 
 class Transcript:
@@ -79,6 +81,7 @@ class Transcript:
         if len(prompt) == 0:
             raise DataError("the prompt has no tokens, so there is nothing that an answer could follow.")
         self._pieces = [_unsampled(prompt)]
+        self._experts: Experts | None = None
         self._length = self.num_prompt_tokens
 
     @property
@@ -100,9 +103,11 @@ class Transcript:
         return np.concatenate([piece.tokens_L for piece in self._pieces])
 
     def add_answer(
-        self, tokens_L: Tokens, logprobs_L: NDArray[np.float32], versions_L: Tokens, *, stopped: bool
-    ) -> None:
-        """Adds an answer exactly as it was sampled; `stopped` if it ended at a stop token."""
+        self, tokens_L: Tokens, logprobs_L: NDArray[np.float32], versions_L: Tokens, *, stopped: bool,
+        experts: Experts | None = None,
+    ) -> None:  # fmt: skip
+        """Adds an answer exactly as it was sampled; `stopped` if it ended at a stop token. `experts`: of the whole
+        conversation; those of earlier turns stay what they were."""
         if not len(tokens_L) == len(logprobs_L) == len(versions_L) or len(tokens_L) == 0:
             raise DataError(
                 f"an answer has {len(tokens_L)} tokens, {len(logprobs_L)} log-probs and {len(versions_L)} versions; "
@@ -117,6 +122,7 @@ class Transcript:
                 stopped=stopped,
             )
         )
+        self._experts = continued(self._experts, experts)
 
     def reply(self, messages: Sequence[Message]) -> EnvironmentReply:
         """The tokens that these messages would add after the last answer, including the next generation prompt."""
@@ -150,6 +156,7 @@ class Transcript:
             behavior_logprobs_T=np.concatenate([piece.logprobs_L for piece in self._pieces]),
             versions_T=np.concatenate([piece.versions_L for piece in self._pieces]),
             turn_ends=tuple(int(end) - 1 for end, piece in zip(ends, self._pieces, strict=True) if piece.sampled),
+            experts=self._experts,
         )
 
     def _add(self, piece: TranscriptSpan) -> None:

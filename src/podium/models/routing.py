@@ -51,7 +51,8 @@ def _sigmoid_gates(router: Any, logits_TE: Tensor, experts_TK: Tensor) -> Tensor
     gates_TK = logits_TE.sigmoid().gather(1, experts_TK)
     if router.norm_topk_prob:
         gates_TK = gates_TK / (gates_TK.sum(dim=-1, keepdim=True) + 1e-20)
-    return gates_TK * router.routed_scaling_factor
+    scale: float = router.routed_scaling_factor
+    return gates_TK * scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +156,12 @@ def attach_routers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple
 
 
 @functools.cache
-def _watched(kind: type[nn.Module]) -> type[nn.Module]:
+def _watched(kind: Any) -> Any:
     """The same router with more to do. A class and no hook: hooks have numbers of their own, and every layer would be
     compiled for itself."""
     family = _FAMILIES[kind.__name__]
 
-    class Watched(kind):  # type: ignore[misc,valid-type]
+    class Watched(kind):  # type: ignore[misc]
         podium_routing: LayerRouting | None
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -240,7 +241,7 @@ class _Balanced(torch.autograd.Function):
         return gates_TK.view_as(gates_TK)
 
     @staticmethod
-    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_TK: Tensor) -> tuple[Tensor | None, ...]:
         logits_TE, weights_E, is_real_T = ctx.saved_tensors
         p_TE = probabilities(logits_TE, is_sigmoid=ctx.is_sigmoid)
         grad_TE = p_TE * (weights_E - (p_TE @ weights_E)[:, None]) * is_real_T[:, None]

@@ -281,6 +281,10 @@ _ALGORITHM = {
 }
 
 _ROLLOUT = {
+    **_same(
+        "router_replay routing_replay rollout_routing_replay enable_rollout_routing_replay use_rollout_routing_replay",
+        KeyHint("rollout.router_replay", "auto, on or off"),
+    ),
     **_same("temperature sampling_temperature", KeyHint("rollout.temperature"), KeyHint("distill.temperature")),
     **_same("top_p", KeyHint("rollout.top_p")),
     **_same("top_k", KeyHint("rollout.top_k", "0 is off, not -1"), KeyHint("distill.top_k", "of cached targets")),
@@ -339,6 +343,10 @@ _OVERLAP = {
 }
 
 _MODEL = {
+    **_same(
+        "router_aux_loss_coef moe_aux_loss_coeff aux_loss_coef aux_loss_alpha",
+        KeyHint("model.router_aux_loss_coef", "over all tokens of a step"),
+    ),
     **_same(
         "model_name_or_path model_name pretrain pretrained pretrained_model_name_or_path base_model sft_model_path "
         "hf_model_path model.name actor_rollout_ref.model.path partial_pretrain",

@@ -54,6 +54,11 @@ class RolloutSection(EngineSection):
         "weights first; keep: they go on with the new weights and the old KV cache; recompute: they go on with the new "
         "weights, and their cache is computed again.",
     )
+    router_replay: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Mixtures of experts: the learner's routers choose the experts that the engine's chose while "
+        "sampling. auto: where engine and model can; on: else it is an error.",
+    )
     record: Switch | None = Field(
         None,
         description="Records what every step is trained on, so that `podium replay` can run the updates again. "

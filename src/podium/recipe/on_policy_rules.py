@@ -240,10 +240,20 @@ def _elastic(recipe: OnPolicyRecipe) -> Iterator[str]:
 
 
 def _engine(recipe: OnPolicyRecipe) -> Iterator[str]:
+    if recipe.rollout.router_replay == "on" and not recipe.can_be_stale:
+        yield (
+            f"rollout.router_replay: {recipe.program} imitates episodes like data, and its routers choose themselves. "
+            "Remove it."
+        )
     if recipe.rollout.engine != "vllm":
         return
     if recipe.placement.layout != "split":
         yield "rollout.engine: vllm keeps a copy of the weights and needs placement.layout split; or use native."
+    if recipe.rollout.router_replay == "on":
+        yield (
+            "rollout.router_replay: vllm's choices of experts are not read. Set it to auto, or rollout.engine to "
+            "native."
+        )
     if recipe.model.lora is not None or recipe.model.new_tokens is not None:
         yield (
             "rollout.engine: vllm is given whole weights of the shapes of model.path, so model.lora and "

@@ -338,6 +338,12 @@ class OnPolicyRecipe(Recipe):
         return self.rollout.staleness > 0 or self.placement.layout == "elastic"
 
     @property
+    def may_replay_routers(self) -> bool:
+        """Whether engines record which experts tokens went to, if the model has any: imitated tokens count like
+        data."""
+        return self.rollout.router_replay != "off" and self.rollout.engine == "native" and self.can_be_stale
+
+    @property
     def keeps_snapshots(self) -> bool:
         """Whether the newest steps stay in memory, for workers that replace dead ones."""
         return self.placement.restarts > 0 and self.placement.launcher != "inline"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from podium.data.routed_experts import aligned, num_recorded
 from podium.data.trajectories import TrajectoryBlock, TrajectoryIds
 from podium.roles.carriers import FINISHES, EpisodeNote
 from podium.rollout.requests import Completion, PartialAnswer
@@ -39,6 +40,7 @@ def block_of(answers: Sequence[Completion]) -> tuple[TrajectoryBlock, EpisodeNot
         loss_mask_T=is_drawn_T,
         behavior_logprobs_T=_laid(is_drawn_T, [each.logprobs_L for each in answers], 0.0, np.float32),
         versions_T=_laid(is_drawn_T, [each.versions_L for each in answers], -1, np.int32),
+        experts_TLK=aligned([(each.experts, len(each.prompt) + each.num_tokens) for each in answers]),
     )
     note = EpisodeNote(
         finish_N=np.array([FINISHES.index(each.finish) for each in answers], np.int8),
@@ -61,10 +63,12 @@ def sampled_so_far(block: TrajectoryBlock) -> dict[tuple[int, int], PartialAnswe
     for row, id in enumerate(block.ids):
         tokens = slice(int(block.offsets[row]), int(block.offsets[row + 1]))
         is_sampled = block.versions_T[tokens] >= 0
+        experts = None if block.experts_TLK is None else block.experts_TLK[tokens]
         begun[id.prompt_index, id.sample] = PartialAnswer(
             tokens_L=block.tokens_T[tokens][is_sampled],
             logprobs_L=block.behavior_logprobs_T[tokens][is_sampled],
             versions_L=block.versions_T[tokens][is_sampled],
+            experts=None if experts is None else experts[: num_recorded(experts)],
         )
     return begun
 

@@ -273,7 +273,7 @@ class EnginePolicy:
             completion = await waiting
         return TurnAnswer(
             tokens_L=completion.tokens_L, logprobs_L=completion.logprobs_L, versions_L=completion.versions_L,
-            finish=completion.finish, error=completion.error,
+            finish=completion.finish, error=completion.error, experts=completion.experts,
         )  # fmt: skip
 
     def _ask(self, request: Request) -> None:

@@ -231,7 +231,7 @@ class GeneratorRank(Generator):
             mesh = adopt(rank=0, world=1, device=context.device, devices=None)
             opened = open_engine(
                 spec.model, spec.folder, mesh, section, tokenizer=self._tokenizer, max_length=spec.max_length,
-                cpu=spec.cpu,
+                cpu=spec.cpu, records_experts=spec.records_experts,
             )  # fmt: skip
             return opened.engine
         self._learner = learner = context.colocated_role(spec.learner, LearnerRank)
@@ -243,7 +243,9 @@ class GeneratorRank(Generator):
             self._copy.refill()
             model = self._copy.model
         with torch.no_grad():
-            return NativeEngine(model, mesh.device, section, decode=self._decode, copy=self._copy)
+            return NativeEngine(
+                model, mesh.device, section, decode=self._decode, copy=self._copy, records_experts=spec.records_experts
+            )
 
     def _requests(self, shard: PromptShard, plan: SamplingPlan) -> list[Request]:
         stops, strings = parted_stops(self._tokenizer, plan.stop)

@@ -223,6 +223,7 @@ class LearnerHandle:
             seconds=max(note.seconds for note in notes),
             proximal_s=max(note.proximal_s for note in notes),
             flops=float(self.facts.cost.of(lengths).sum()) * algorithm.epochs,
+            routers=notes[0].routers,
         )
 
     async def score(

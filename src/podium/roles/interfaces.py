@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from podium.cluster import Computed, Interruptible, Metric, RowRefs
 from podium.data.costs import SequenceCost
+from podium.data.routed_experts import RouterShape
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, TrajectoryIds, ValueColumns
 from podium.engine.checkpoint_files import SaveState
 from podium.models.cpu_settings import CpuSettings
@@ -32,6 +33,7 @@ from podium.weights.versions import WeightVersion
 from podium.weights.weight_transfers import ByStore, WeightBucket, WeightTransfer
 
 if TYPE_CHECKING:
+    from podium.algorithms.router_statistics import RouterStatistics
     from podium.algorithms.staleness import ByAge
     from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics
     from podium.weights.canary import LogprobGap
@@ -110,6 +112,8 @@ class LearnerFacts:
     cpu: CpuSettings | None
     trained_parameters: int | None = None  # of an adapter; None: all are trained
     logprob_noise: float | None = None  # mean difference of two equal forwards; None: not measured
+    routers: RouterShape | None = None  # of a mixture of experts
+    router_problem: str | None = None  # why those of a mixture are not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +135,7 @@ class UpdateNote:
     num_sequences: int
     seconds: float
     proximal_s: float
+    routers: RouterStatistics | None = None  # of a mixture of experts, over all optimizer steps
 
 
 class Learner(Stateful):
@@ -204,6 +209,7 @@ class GeneratorSpec:
     learner: str | None  # role on the same device whose weights it uses; None: it has its own
     cpu: CpuSettings | None = None
     deadline_s: float = 600.0  # without progress
+    records_experts: bool = False  # which ones of a mixture tokens go to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,10 @@ class LearnerRank(Learner):
             begin = CheckpointReader(spec.checkpoints / f"step-{spec.resume_step:08d}")
         model, trained = place(recipe.model, spec.folder, self.mesh, seed=recipe.run.seed, checkpoint=begin)
         optimizer = AdamW(trained, recipe.optimizer)
-        self.engine = TrainEngine(model, trained, optimizer, self.mesh, recipe.optimizer.clip_norm)
+        self.engine = TrainEngine(
+            model, trained, optimizer, self.mesh, recipe.optimizer.clip_norm,
+            router_aux_loss_coef=recipe.model.router_aux_loss_coef,
+        )  # fmt: skip
         if begin is not None:
             restore_optimizer(self.engine, begin)
         dtype = compute_dtype(recipe.model, self.mesh.device)
@@ -115,13 +118,17 @@ class LearnerRank(Learner):
                 else None
             ),
             logprob_noise=self._logprob_noise,
+            routers=None if model.routers is None else model.routers.shape,
+            router_problem=model.router_problem,
         )
 
     def score(self, rows: RowRefs[TrajectoryBlock], temperature: float, base: bool = False) -> Computed[TokenColumn]:
         """Log-probs of the rows' tokens under the current weights, or without the adapter."""
         block, model = rows.read() if len(rows) else empty_block(), self.engine.language_model
         with model.without_adapter() if base else contextlib.nullcontext():
-            column = score(model, self.mesh, block, temperature=temperature, max_tokens=self._max_tokens)
+            column = score(
+                model, self.mesh, block, temperature=temperature, max_tokens=self._max_tokens, replays=not base
+            )
         return Computed(rows=column, note=distance(block, column))
 
     def update(self, shard: UpdateShard, plan: UpdatePlan) -> Computed[TokenColumn]:

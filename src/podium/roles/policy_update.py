@@ -23,6 +23,7 @@ from podium.algorithms.kl import kl_estimate
 from podium.algorithms.policy import policy_statistics
 from podium.algorithms.reduction import normalizer, token_weights
 from podium.algorithms.returns import moments_of, rewards_to_go
+from podium.algorithms.router_statistics import RouterStatistics
 from podium.algorithms.staleness import AgeStatistics, merge_ages, statistics_by_age, updates_between
 from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics
 from podium.cluster import RowRefs
@@ -106,6 +107,7 @@ class PolicyUpdate:
             num_sequences=len(block.ids),
             seconds=time.perf_counter() - began,
             proximal_s=proximal_s,
+            routers=RouterStatistics.mean([each.routers for each in reports if each.routers is not None]),
         )
 
     def _columns(self, block: TrajectoryBlock, shard: UpdateShard, plan: UpdatePlan) -> tuple[_Columns, float]:
@@ -119,7 +121,7 @@ class PolicyUpdate:
             began = time.perf_counter()
             old_T = score(
                 self._engine.language_model, self._mesh, block, temperature=plan.temperature,
-                max_tokens=self._max_tokens,
+                max_tokens=self._max_tokens, replays=True,
             ).values_T  # fmt: skip
             proximal_s = time.perf_counter() - began
         advantages_T = self._advantages(block, shard, plan, trained_T, reference_T, old_T)
@@ -208,7 +210,8 @@ class PolicyUpdate:
         return self._losses[algorithm.loss]
 
     def _micro(self, block: TrajectoryBlock, columns: _Columns, rows: Ints, plan: UpdatePlan) -> _Micro:
-        packed, places_S, sequence_S, num_sequences = packed_rows(block, columns.trained_T, rows)
+        replays = plan.loss == "policy"  # imitated tokens count like data, and routers choose
+        packed, places_S, sequence_S, num_sequences = packed_rows(block, columns.trained_T, rows, replays=replays)
         device = self._mesh.device
         lengths_N = np.bincount(sequence_S, minlength=num_sequences)
         weights_S = token_weights(plan.algorithm.reduction, torch.from_numpy(lengths_N[sequence_S])).numpy()

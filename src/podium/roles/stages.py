@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podium.algorithms.advantages import RELATIVE_SPREAD
+from podium.algorithms.router_statistics import RouterStatistics
 from podium.algorithms.staleness import ByAge
 from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics, ValueStatistics
 from podium.cluster.objects import RowRefs
@@ -276,6 +277,7 @@ class UpdateReport:
     seconds: float
     proximal_s: float
     flops: float
+    routers: RouterStatistics | None = None  # of a mixture of experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,12 @@ from podium.roles.carriers import TurnRewards
 
 
 def packed_rows(
-    block: TrajectoryBlock, trained_T: NDArray[np.bool_], rows: Ints
+    block: TrajectoryBlock, trained_T: NDArray[np.bool_], rows: Ints, *, replays: bool = False
 ) -> tuple[PackedBatch, Ints, Ints, int]:
     """Returns (micro-batch, block position of each trained token, its sequence, number of sequences). Tokens after a
-    row's last trained token are left out, and so are rows without one."""
+    row's last trained token are left out, and so are rows without one. `replays`: routers choose the experts that the
+    block has recorded."""
+    experts_TLK = block.experts_TLK if replays else None
     documents: list[Document] = []
     begins: list[int] = []
     for row in rows.tolist():
@@ -29,7 +31,13 @@ def packed_rows(
         trained_places = np.flatnonzero(trained)
         if len(trained_places):
             last = int(trained_places[-1]) + 1
-            documents.append(Document(tokens=block.tokens_T[begin : begin + last], trained=trained[:last]))
+            documents.append(
+                Document(
+                    tokens=block.tokens_T[begin : begin + last],
+                    trained=trained[:last],
+                    experts=None if experts_TLK is None else experts_TLK[begin : begin + last],
+                )
+            )
             begins.append(begin)
     # Neighbours of equal length share one attention call.
     order = sorted(range(len(documents)), key=lambda at: documents[at].num_inputs)

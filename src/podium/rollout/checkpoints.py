@@ -60,17 +60,20 @@ def open_engine(
     tokenizer: Any,
     max_length: int,
     cpu: CpuSettings | None,
+    records_experts: bool = False,
 ) -> OpenedEngine:
-    """Opens the engine that `rollout` names. `cpu`: settings measured by an earlier start, which are reused."""
+    """Opens the engine that `rollout` names. `cpu`: settings measured by an earlier start, which are reused.
+    `records_experts`: completions say which experts of a mixture their tokens went to (native engine)."""
     rollout = rollout.model_copy(update={"max_length": max_length})
     if rollout.engine == "vllm":
         return _open_vllm(section, folder, mesh, rollout)
-    return _open_native(section, folder, mesh, rollout, tokenizer, cpu)
+    return _open_native(section, folder, mesh, rollout, tokenizer, cpu, records_experts=records_experts)
 
 
 def _open_native(
-    section: ModelSection, folder: Path, mesh: Mesh, rollout: RolloutSection, tokenizer: Any, cpu: CpuSettings | None
-) -> OpenedEngine:
+    section: ModelSection, folder: Path, mesh: Mesh, rollout: RolloutSection, tokenizer: Any, cpu: CpuSettings | None,
+    *, records_experts: bool,
+) -> OpenedEngine:  # fmt: skip
     torch.set_num_threads(1)
     model, _ = place(section, folder, mesh, seed=0)  # float32 masters, if any, are freed at once
     if mesh.device.type == "cuda":
@@ -85,7 +88,7 @@ def _open_native(
     def decode(tokens: Sequence[int]) -> str:
         return answer_text(tokenizer, tokens)
 
-    engine = NativeEngine(model, mesh.device, rollout, decode=decode)
+    engine = NativeEngine(model, mesh.device, rollout, decode=decode, records_experts=records_experts)
     count = sum(parameter.numel() for parameter in model.hf.parameters())
     place_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else f"CPU, {cpu}"
     words = f"{type(model.hf).__name__}, {count / 1e6:.2f}M parameters, {_name(dtype)} on {place_name}"

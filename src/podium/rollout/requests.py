@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podium.data.documents import Tokens
+from podium.data.routed_experts import Experts
 from podium.data.trajectories import TrajectoryId
 from podium.errors import RolloutError
 
@@ -92,6 +93,7 @@ class PartialAnswer:
     tokens_L: NDArray[np.int32]
     logprobs_L: NDArray[np.float32]
     versions_L: NDArray[np.int32]
+    experts: Experts | None = None  # of the first positions of prompt and answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -142,6 +144,7 @@ class Completion:
     stop: int | str | None = None  # the stop token or stop string that ended it
     error: str | None = None  # with finish `error`: what was wrong with this request
     reused_tokens: int = 0  # prompt tokens that were in the cache already
+    experts: Experts | None = None  # of the positions of prompt and answer that were fed: not of the last token
 
     @property
     def num_tokens(self) -> int:
@@ -151,7 +154,9 @@ class Completion:
     @property
     def so_far(self) -> PartialAnswer:
         """The answer as another engine continues it."""
-        return PartialAnswer(tokens_L=self.tokens_L, logprobs_L=self.logprobs_L, versions_L=self.versions_L)
+        return PartialAnswer(
+            tokens_L=self.tokens_L, logprobs_L=self.logprobs_L, versions_L=self.versions_L, experts=self.experts
+        )
 
 
 def given_back(request: Request) -> Completion:
@@ -164,6 +169,7 @@ def given_back(request: Request) -> Completion:
         logprobs_L=np.empty(0, np.float32) if begun is None else begun.logprobs_L,
         versions_L=np.empty(0, np.int32) if begun is None else begun.versions_L,
         finish="cancelled",
+        experts=None if begun is None else begun.experts,
     )
 
 

@@ -24,6 +24,7 @@ from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange
 from podium.rollout.fair_lock import FairLock
 from podium.rollout.native.block_manager import BlockManager
 from podium.rollout.native.cache import KVCache, attention_layers, bytes_per_token
+from podium.rollout.native.expert_cache import ExpertCache
 from podium.rollout.native.holding import free_bytes, hold
 from podium.rollout.native.rows import Rows, RowTable, Sequence
 from podium.rollout.native.runner import Runner, SamplingTable, StepResult
@@ -45,6 +46,7 @@ class _Launched:
     plan: StepPlan
     version: int
     result: StepResult
+    places: tuple[Rows, Rows] | None  # block and offset of each fed token, if experts are recorded
 
 
 class NativeEngine:
@@ -60,8 +62,10 @@ class NativeEngine:
         decode: Decode | None = None,
         copy: WholeCopy | None = None,
         version: int = 0,
+        records_experts: bool = False,
     ) -> None:
-        """`decode`: token ids to text, needed for stop strings only. `copy`: freed while the engine sleeps."""
+        """`decode`: token ids to text, needed for stop strings only. `copy`: freed while the engine sleeps.
+        `records_experts`: completions of a mixture say which experts their tokens went to."""
         section = section or EngineSection()
         self._model, self._device, self._decode, self._copy = model, device, decode, copy
         self._version = version
@@ -90,14 +94,21 @@ class NativeEngine:
         )
         self._cache = cache
         self._block_manager = BlockManager(sizes.num_blocks, sizes.block_size, remember=section.reuse_prefixes)
-        self._rows = RowTable(sizes.max_running, block_size=sizes.block_size, max_length=sizes.max_length)
+        self._experts: ExpertCache | None = None
+        recorded = model.routers.shape if records_experts and model.routers is not None else None
+        if recorded is not None:
+            self._experts = ExpertCache(recorded, num_blocks=num_blocks, block_size=sizes.block_size)
+        self._rows = RowTable(
+            sizes.max_running, block_size=sizes.block_size, max_length=sizes.max_length, experts=self._experts
+        )
         self._sampling = SamplingTable(sizes.max_running)
         self._scheduler = Scheduler(
             self._block_manager, self._rows, prefill_tokens=sizes.prefill_tokens, slots=sizes.slots
         )
         self._runner: Runner = make_runner(
-            model, modules, cache, self._rows, self._sampling, device, slots=sizes.slots, decode=section.decode
-        )
+            model, modules, cache, self._rows, self._sampling, device, slots=sizes.slots, decode=section.decode,
+            recorded=recorded,
+        )  # fmt: skip
         self._sequences: dict[TrajectoryId, Sequence] = {}
         self._launched: deque[_Launched] = deque()
         self._done: deque[Completion] = deque()
@@ -344,7 +355,8 @@ class NativeEngine:
                 self._take_in(lag=0)
                 return
             self._note(plan)
-            self._launched.append(_Launched(plan, self._version, self._runner.run(plan)))
+            places = plan.places(self._rows) if self._experts is not None else None
+            self._launched.append(_Launched(plan, self._version, self._runner.run(plan), places))
             self._take_in(lag=self._runner.lag)
             self._steps += 1
             self._lane_steps += len(plan.sample_rows)
@@ -376,6 +388,8 @@ class NativeEngine:
     def _take_in_one(self, launched: _Launched) -> None:
         plan, table = launched.plan, self._rows
         sampled = launched.result.read()
+        if self._experts is not None and launched.places is not None and sampled.experts_TLK is not None:
+            self._experts.apply(plan.moves, plan.copies, launched.places, sampled.experts_TLK)
         # A row that has ended since then sampled one token too many, which does not count.
         same_B = table.epoch_R[plan.sample_rows] == plan.sample_epochs
         sound_B = same_B & np.isfinite(sampled.logprobs_B)

@@ -19,12 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from podium.data.routed_experts import RouterShape
 from podium.models.causal_lm import PackedCausalLM
 from podium.models.head import full_logits, shaped_scores
+from podium.models.routing import Routing
 from podium.rollout.native.cache import KVCache
 from podium.rollout.native.kernels import cut_for, paged_decode, sample_on_device
 from podium.rollout.native.rows import Rows, RowTable
-from podium.rollout.native.runner import EagerRunner, SamplingTable, StepSamples
+from podium.rollout.native.runner import EagerRunner, SamplingTable, StepSamples, recording
 from podium.rollout.native.sampling import sample
 from podium.rollout.native.scheduler import StepPlan
 from podium.rollout.randomness import uniforms
@@ -67,11 +69,16 @@ class _PendingSamples:
 
     tokens: Tensor
     logprobs: Tensor
+    experts_LTK: Tensor | None
     done: torch.cuda.Event
 
     def read(self) -> StepSamples:
         self.done.synchronize()
-        return StepSamples(tokens_B=self.tokens.numpy().astype(np.int32), logprobs_B=self.logprobs.numpy().copy())
+        return StepSamples(
+            tokens_B=self.tokens.numpy().astype(np.int32),
+            logprobs_B=self.logprobs.numpy().copy(),
+            experts_TLK=None if self.experts_LTK is None else self.experts_LTK.numpy().swapaxes(0, 1),
+        )
 
 
 class GraphRunner:
@@ -87,11 +94,13 @@ class GraphRunner:
         device: torch.device,
         *,
         compiled: bool,
+        recorded: RouterShape | None = None,
     ) -> None:
-        """`compiled`: layers that the learner compiles are compiled for decoding too."""
+        """`compiled`: layers that the learner compiles are compiled for decoding too. `recorded`: sizes of the routers
+        whose choices are recorded."""
         self._model, self._modules, self._cache, self._rows, self._sampling = model, modules, cache, rows, samples
         self._device, self._compiled = device, compiled
-        self._eager = EagerRunner(model, modules, cache, rows, samples, device, slots=False)
+        self._eager = EagerRunner(model, modules, cache, rows, samples, device, slots=False, recorded=recorded)
         self._attach()
         count, width = rows.num_rows + 1, rows.blocks_RM.shape[1]
         self._token_R = torch.zeros(count, dtype=torch.int64, device=device)
@@ -104,6 +113,8 @@ class GraphRunner:
         self._lanes_B = torch.full((rows.num_rows,), rows.num_rows, dtype=torch.int64, device=device)
         self._drawn_B = torch.zeros(rows.num_rows, dtype=torch.int64, device=device)
         self._logprob_B = torch.zeros(rows.num_rows, dtype=torch.float32, device=device)
+        # Graphs write the experts of their lanes here.
+        self._experts_LBK = None if recorded is None else recording(recorded, rows.num_rows, device).recorded_LTK
         self._logits: dict[tuple[int, torch.Size], Tensor] = {}
         self._graphs: dict[tuple[int, torch.Size], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -118,19 +129,23 @@ class GraphRunner:
         """Launches a step; its samples are read later."""
         self._cache.copy(plan.copies)
         self._update_rows(plan)
-        tokens, logprobs = [], []
+        tokens, logprobs, experts = [], [], []
         if len(plan.decode_rows):
             self._decode(plan.decode_rows)
             count = len(plan.decode_rows)
+            if self._experts_LBK is not None:
+                experts.append(self._experts_LBK[:, :count].clone())
             # Cloned on the device: the next replay overwrites them before the host may have read these.
             tokens.append(self._drawn_B[:count].clone())
             logprobs.append(self._logprob_B[:count].clone())
         if plan.chunks:
             fresh = self._take_prompts(plan)
+            if self._eager.experts_LTK is not None:
+                experts.append(self._eager.experts_LTK)
             if fresh is not None:
                 tokens.append(fresh[0])
                 logprobs.append(fresh[1])
-        return self._sent(tokens, logprobs)
+        return self._sent(tokens, logprobs, torch.cat(experts, dim=1) if experts else None)
 
     def forget_addresses(self) -> None:
         """Drops graphs, which hold the old addresses of weights and cache; they are captured again when needed."""
@@ -154,16 +169,15 @@ class GraphRunner:
             held: Any = module
             held.podium_keys, held.podium_values = layer.keys, layer.values
 
-    def _sent(self, tokens: list[Tensor], logprobs: list[Tensor]) -> _PendingSamples:
+    def _sent(self, tokens: list[Tensor], logprobs: list[Tensor], experts_LTK: Tensor | None) -> _PendingSamples:
         if not tokens:
             tokens, logprobs = [self._drawn_B[:0]], [self._logprob_B[:0]]
         both = (torch.cat(each) if len(each) > 1 else each[0] for each in (tokens, logprobs))
-        on_host = [
-            torch.empty(len(each), dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True) for each in both
-        ]
+        on_host = [_to_host(each) for each in both]
+        experts = None if experts_LTK is None else _to_host(experts_LTK)
         done = torch.cuda.Event()
         done.record()
-        return _PendingSamples(on_host[0], on_host[1], done)
+        return _PendingSamples(on_host[0], on_host[1], experts, done)
 
     # The device's own table of rows
 
@@ -240,13 +254,16 @@ class GraphRunner:
         """The captured step: feed, sample, advance. Returns the logits."""
         rows = self._lanes_B[:lanes]
         length = self._length_R.index_select(0, rows)
+        experts = self._experts_LBK
+        routing = None if experts is None else Routing(recorded_LTK=experts[:, :lanes])
         step = PagedDecode(self._table_RM, rows, length.to(torch.int32), cut)
-        out = self._model.hf.get_decoder()(
-            input_ids=self._token_R.index_select(0, rows)[None],
-            position_ids=(length - 1)[None],
-            use_cache=False,
-            packing=step,
-        )
+        with self._model.routed(routing):
+            out = self._model.hf.get_decoder()(
+                input_ids=self._token_R.index_select(0, rows)[None],
+                position_ids=(length - 1)[None],
+                use_cache=False,
+                packing=step,
+            )
         logits_BV = full_logits(out.last_hidden_state[0], self._model.head_weight)
         spec = self._model.head_spec
         sample_on_device(
@@ -292,3 +309,8 @@ class GraphRunner:
 
     def _moved(self, array: NDArray[Any]) -> Tensor:
         return self._eager.moved(array)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy that is complete when the stream has come to it."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podium.data.documents import Tokens
+from podium.data.routed_experts import Experts, continued
 from podium.data.trajectories import TrajectoryId
 from podium.rollout.native.block_manager import BlockTable
+from podium.rollout.native.expert_cache import ExpertCache
 from podium.rollout.requests import Completion, Finish, Request
 
 Rows = NDArray[np.int64]
@@ -31,6 +33,7 @@ class Sequence:
     tokens: Tokens  # prompt and sampled tokens
     logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     versions: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    experts: Experts | None = None  # of the first positions
     row: int = -1
     block_table: BlockTable | None = None
     limit: int = 0  # tokens of prompt and completion together at which it ends
@@ -52,6 +55,7 @@ class Sequence:
             tokens=np.concatenate([tokens, begun.tokens_L]),
             logprobs=begun.logprobs_L.astype(np.float32),
             versions=begun.versions_L.astype(np.int32),
+            experts=begun.experts,
         )
 
     @property
@@ -72,6 +76,7 @@ class Sequence:
             stop=stop,
             error=error,
             reused_tokens=self.reused,
+            experts=self.experts,
         )
 
 
@@ -79,8 +84,9 @@ class RowTable:
     """`length_R` counts tokens that are sampled or being sampled, `known_R` those that the host has seen. `fed_R`
     counts those whose keys and values are (or, after the steps in flight, will be) in the cache."""
 
-    def __init__(self, num_rows: int, *, block_size: int, max_length: int) -> None:
-        self.num_rows, self.block_size = num_rows, block_size
+    def __init__(self, num_rows: int, *, block_size: int, max_length: int, experts: ExpertCache | None = None) -> None:
+        """`experts`: which experts the tokens in the cache went to, if that is recorded."""
+        self.num_rows, self.block_size, self._experts = num_rows, block_size, experts
         self.blocks_RM = np.zeros((num_rows, -(-max_length // block_size)), np.int64)
         self.sequences: list[Sequence | None] = [None] * num_rows
         self.epoch_R = np.zeros(num_rows, np.int64)  # counts the sequences that a row has served
@@ -154,6 +160,11 @@ class RowTable:
         sequence.tokens = self.tokens_RL[row, :known].copy()
         sequence.logprobs = self.logprobs_RL[row, prompt:known].copy()
         sequence.versions = self.versions_RL[row, prompt:known].copy()
+        if self._experts is not None and known > self.admitted_R[row]:
+            # All but the newest token have been fed. A position that was fed before keeps its experts: a sampled token
+            # depends on those of its time, whatever weights have recomputed the cache since.
+            fed = self._experts.read(self.blocks_RM[row], known - 1)
+            sequence.experts = continued(sequence.experts, fed)
         sequence.row = -1
         self.sequences[row] = None
         self.epoch_R[row] += 1

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from podium.data.documents import Tokens
+from podium.data.routed_experts import Experts, RouterShape
 from podium.models.causal_lm import PackedCausalLM
 from podium.models.cost import has_experts
 from podium.models.device import onednn_off
 from podium.models.head import next_token_scores
+from podium.models.routing import Routing
 from podium.rollout.native.attention import CachedStep, PackedSpans, QuerySpan, SlotRun
 from podium.rollout.native.cache import KVCache
 from podium.rollout.native.rows import Rows, RowTable
@@ -35,6 +37,7 @@ class StepSamples:
 
     tokens_B: Tokens
     logprobs_B: NDArray[np.float32]
+    experts_TLK: Experts | None = None  # of the tokens that were fed: decode rows, then chunks; None: not recorded
 
 
 class StepResult(Protocol):
@@ -82,6 +85,13 @@ class Known:
         return self.samples
 
 
+def recording(shape: RouterShape, num_tokens: int, device: torch.device) -> Routing:
+    """Routers that write their choices for so many tokens."""
+    dtype = torch.uint8 if shape.dtype is np.uint8 else torch.int16
+    size = (shape.num_layers, num_tokens, shape.per_token)
+    return Routing(recorded_LTK=torch.empty(size, dtype=dtype, device=device))
+
+
 # On CPU a matrix product rounds a row in the same way whatever other rows it has, but for small counts, which go to
 # routines of their own: one row always, up to eight where oneDNN multiplies large matrices. And elementwise kernels
 # compute what is left behind the last whole vector of a tensor with other functions: whole vectors of rows leave none.
@@ -107,7 +117,11 @@ class EagerRunner:
         device: torch.device,
         *,
         slots: bool,
+        recorded: RouterShape | None = None,
     ) -> None:
+        """`recorded`: sizes of the routers whose choices are recorded."""
+        self._recorded = recorded
+        self.experts_LTK: Tensor | None = None  # of the tokens of the last forward
         self._model, self._cache, self._rows, self._sampling, self._device = model, cache, rows, samples, device
         self._slots = slots
         self._row_multiple = _CPU_ROWS if device.type == "cpu" else 1
@@ -121,9 +135,12 @@ class EagerRunner:
             self._cache.move(plan.moves)
         self._cache.copy(plan.copies)
         sampled = self.sample(self.forward(plan.decode_rows, plan.chunks), plan.sample_rows)
+        experts_LTK = self.experts_LTK
         return Known(
             StepSamples(
-                tokens_B=sampled.tokens_B.to(torch.int32).cpu().numpy(), logprobs_B=sampled.logprobs_B.cpu().numpy()
+                tokens_B=sampled.tokens_B.to(torch.int32).cpu().numpy(),
+                logprobs_B=sampled.logprobs_B.cpu().numpy(),
+                experts_TLK=None if experts_LTK is None else experts_LTK.transpose(0, 1).cpu().numpy(),
             )
         )
 
@@ -142,6 +159,7 @@ class EagerRunner:
         row_T = np.concatenate([decode, *(np.full(c.stop - c.start, c.row) for c in chunks)])
         position_T = np.concatenate([at_N, *parts])
         repeats = self._repeats(len(row_T), twice=self._feeds_twice)
+        routing = None if self._recorded is None else recording(self._recorded, len(row_T) + len(repeats), self._device)
         step = CachedStep(
             layers=self._layers,
             block_T=self.moved(rows.blocks_RM[row_T, position_T // rows.block_size]),
@@ -153,13 +171,15 @@ class EagerRunner:
             repeats=self.moved(repeats) if len(repeats) else None,
         )
         fed = np.concatenate([np.arange(len(row_T)), repeats])
-        with self._kernels():
+        with self._kernels(), self._model.routed(routing):
             out = self._model.hf.get_decoder()(
                 input_ids=self.moved(rows.tokens_RL[row_T, position_T].astype(np.int64)[fed])[None],
                 position_ids=self.moved(position_T[fed])[None],
                 use_cache=False,
                 packing=step,
             )
+        if routing is not None and routing.recorded_LTK is not None:
+            self.experts_LTK = routing.recorded_LTK[:, : len(row_T)]
         ends = len(decode) + np.cumsum([chunk.stop - chunk.start for chunk in chunks]) - 1
         reached = [int(end) for end, c in zip(ends, chunks, strict=True) if c.samples]
         drawing = np.concatenate([np.arange(len(decode)), np.array(reached, np.int64)])

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from podium.data.routed_experts import RouterShape
 from podium.models.causal_lm import PackedCausalLM
 from podium.rollout.native.cache import KVCache
 from podium.rollout.native.rows import RowTable
@@ -26,10 +27,13 @@ def make_runner(
     *,
     slots: bool,
     decode: Literal["auto", "compiled", "captured", "eager"],
+    recorded: RouterShape | None = None,
 ) -> Runner:
-    """The fastest runner for the device."""
+    """The fastest runner for the device. `recorded`: sizes of the routers whose choices are recorded."""
     if decode != "eager" and device.type == "cuda" and find_spec("triton") is not None:
         from podium.rollout.native.graphs import GraphRunner  # imports triton
 
-        return GraphRunner(model, modules, cache, rows, samples, device, compiled=decode != "captured")
-    return EagerRunner(model, modules, cache, rows, samples, device, slots=slots)
+        return GraphRunner(
+            model, modules, cache, rows, samples, device, compiled=decode != "captured", recorded=recorded
+        )
+    return EagerRunner(model, modules, cache, rows, samples, device, slots=slots, recorded=recorded)

@@ -46,6 +46,13 @@ class StepPlan:
     sample_epochs: Rows
     admitted: abc.Sequence[int]  # rows that got a new sequence
 
+    def places(self, rows: RowTable) -> tuple[Rows, Rows]:
+        """Block and offset in the cache of each fed token. To be called before the next plan."""
+        chunks = self.chunks
+        row_T = np.concatenate([self.decode_rows, *(np.full(each.stop - each.start, each.row) for each in chunks)])
+        at_T = np.concatenate([rows.fed_R[self.decode_rows] - 1, *(np.arange(c.start, c.stop) for c in chunks)])
+        return rows.blocks_RM[row_T, at_T // rows.block_size], at_T % rows.block_size
+
 
 @dataclass(frozen=True, slots=True)
 class Drain:
