@@ -149,7 +149,8 @@ def attach_routers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> tuple
         return None, f"the routers of {type(model).__name__} are of several sizes"
     num_experts, per_token = sizes.pop()
     for router in found:
-        router.__class__ = _watched(type(router))
+        kind: Any = type(router)
+        router.__class__ = _watched(kind)
     routers = Routers(found, RouterShape(num_layers=len(found), num_experts=num_experts, per_token=per_token))
     routers.enter(None)
     return routers, None
