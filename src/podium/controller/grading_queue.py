@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grades episodes as they end, those of the oldest group first, on whichever grader has the fewest."""
+"""Grades episodes as they end, those of the oldest group first, on the grader that has the fewest."""
 
 # N episodes · R reward functions
 
@@ -19,7 +19,7 @@ from podium.roles.stages import Rollouts
 # Batches that one grader has at the same time. What ends meanwhile waits and makes the next batch larger.
 _MOST_OPEN = 4
 # The same where it grades one episode after the other: one batch that it works on, and the next. Each takes about so
-# long, or is a single episode: what a grader has not got yet is graded by whoever is free first.
+# long, or is a single episode: what a grader has not got yet is graded by the next one that is free.
 _MOST_QUEUED, _BATCH_S = 2, 0.05
 
 
