@@ -41,6 +41,7 @@ class ScheduledWorker:
     running: set[int] = field(default_factory=set)  # episodes: group x samples of a group + sample
     share: int = 0  # most episodes that it is given: its lanes, or its part of all that may run
     entry: tuple[float, str] | None = None  # its place among the free workers
+    newest: int = -1  # version among the tokens that it sampled
 
     @property
     def load(self) -> float:

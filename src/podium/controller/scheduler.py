@@ -65,6 +65,8 @@ _MOST_COST = 200
 _PUBLISH, _PLACE, _LOOK, _ADMIT, _GIVE_BACK, _VOID = 4, 4, 3, 20, 10, 4
 # Groups or episodes that take a microsecond beside that.
 _CLAIMED_PER_US, _EPISODES_PER_US = 20, 4
+# Workers that are compared beside other work.
+_FEW = 64
 
 
 class GroupScheduler:
@@ -90,7 +92,7 @@ class GroupScheduler:
         self._to_publish: deque[str] = deque()  # workers that may be behind, in order
         self._unsure: dict[int, None] = {}  # groups with tokens of versions that their worker had not acknowledged
         self._unacknowledged: int | None = None  # one of them that the next step waits for
-        self._gone: set[str] = set()  # workers that were lost or have left
+        self._gone: dict[str, int] = {}  # workers that were lost or have left -> newest version that they stamped
         self._voided: list[int] = []  # since the last step, ascending
         self._num_replaced = 0  # of them
         self._num_short = 0  # uniform groups that were not replaced: the next step has fewer groups
@@ -98,6 +100,7 @@ class GroupScheduler:
         self._to_void: deque[int] | None = None  # when the run ends
         self._lending = Lending()
         self._spreading: Iterator[tuple[str, tuple[int, ...]]] | None = None  # what lent devices are to get
+        self._is_first = False  # whether none of that was asked for yet
 
     def decide(self, event: Event) -> list[Action]:
         """Advances the state by one event and returns what to do now. Where the last action is `Continue`, there may be
@@ -123,7 +126,7 @@ class GroupScheduler:
                 actions += self._lend(event)
             case DevicesLent():
                 self._lending.state = "lent"
-                self._spreading = self._spread()
+                self._spreading, self._is_first = self._spread(), True
             case DevicesReturned():
                 self._lending.state = "home"
             case GroupGraded():
@@ -156,7 +159,7 @@ class GroupScheduler:
         self._remove(event.worker)
         self._workers[event.worker] = worker
         self._to_publish.append(event.worker)
-        if event.worker in self._gone:  # what the one before it sampled may be newer
+        if self._gone.get(event.worker, -1) > event.version:  # what the one before it sampled is newer
             newer = [
                 number for number, group in self._groups.items() if group.newest.get(worker.name, -1) > event.version
             ]
@@ -337,9 +340,15 @@ class GroupScheduler:
             yield Lend()
 
     def _give_back(self) -> Iterator[Action]:
-        """Gives devices that were lent an even part of what is running, if no new groups could be admitted to them."""
+        """Gives devices that were lent an even part of what is running, if no new groups could be admitted to them.
+        Where workers are many, to compare them is all that a decision does."""
+        is_first, self._is_first = self._is_first, False
+        if is_first and self._left < self._most_cost and len(self._workers) > _FEW:
+            self._is_first, self._left = True, 0
         while self._spreading is not None and self._left > 0:
             found = next(self._spreading, None)
+            if is_first and len(self._workers) > _FEW:
+                self._left = 0
             if found is None:
                 self._spreading = None
                 return
@@ -376,6 +385,7 @@ class GroupScheduler:
         """Newer tokens than the worker was sent weights for are of another one, which had the episode before."""
         newest = min(newest, worker.sent)
         group.newest[worker.name] = max(newest, group.newest.get(worker.name, newest))
+        worker.newest = max(worker.newest, newest)
         if newest > worker.version:
             self._unsure[group.number] = None
 
@@ -383,7 +393,7 @@ class GroupScheduler:
         worker = self._workers.pop(name, None)
         if worker is not None:
             self._free.remove(worker)
-            self._gone.add(name)
+            self._gone[name] = max(worker.newest, self._gone.get(name, -1))
         self._deal_shares()
         return worker
 
