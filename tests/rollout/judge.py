@@ -104,6 +104,11 @@ class Judge:
             logits_V[:] = _processed(logits_V[None].clone(), past, sampling, new)[0]
         return of_tokens(logits_LV.log_softmax(-1), completion.tokens_L)
 
+    def has_greedy(self, completion: Completion) -> bool:
+        """Whether each token is the likeliest after those before it: the answer is then the greedy one."""
+        tokens = completion.tokens_L.tolist()
+        return bool(self.logits_LV(completion.prompt.tolist(), tokens).argmax(-1).tolist() == tokens)
+
     def greedy(self, prompt: Sequence[int], new: int) -> list[int]:
         tokens: list[int] = []
         for _ in range(new):

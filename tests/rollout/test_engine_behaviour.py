@@ -54,7 +54,8 @@ def test_answers_are_right_when_the_cache_is_too_small_for_all_at_once(
     requests = [ask(n, range(n, n + 30), new=90, temperature=0.0) for n in range(6)]
     assert engine.capacity.cache_tokens < 6 * 120
     for completion in answers(engine, requests).values():
-        assert completion.tokens_L.tolist() == judge.greedy(completion.prompt.tolist(), 90)
+        assert completion.num_tokens == 90
+        assert judge.has_greedy(completion)
 
 
 def test_results_end_at_once_without_requests(engine: RolloutEngine) -> None:
@@ -109,8 +110,16 @@ def test_cancelling_gives_what_has_been_sampled(engine: RolloutEngine) -> None:
     assert len(cut.logprobs_L) == len(cut.versions_L) == cut.num_tokens
 
 
-@pytest.mark.parametrize("kept", [0, 1, 40, LONG - 1])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("kept", "temperature"),
+    [
+        (0, 0.0),
+        (1, 1.0),
+        (40, 0.0),
+        (LONG - 1, 1.0),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, 1.0), (1, 0.0), (40, 1.0), (LONG - 1, 0.0))),
+    ],
+)
 def test_an_answer_that_another_engine_has_begun_ends_as_if_it_had_stayed_there(
     engine_factory: EngineFactory, rollout_folder: Path, kept: int, temperature: float
 ) -> None:

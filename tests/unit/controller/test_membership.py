@@ -101,8 +101,15 @@ def test_without_restarts_a_generator_that_dies_ends_the_run(tmp_path: Path) -> 
         run_with(fault_recipe(tmp_path / "fragile", "split", 0, restarts=0), [death])
 
 
-@pytest.mark.parametrize("layout", ["split", "elastic"])
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize(
+    ("layout", "staleness"),
+    [
+        ("split", 2),
+        ("elastic", 0),
+        pytest.param("split", 0, marks=pytest.mark.slow),
+        pytest.param("elastic", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_generators_join_up_to_the_recipes_number_and_the_run_is_faster(
     tmp_path: Path, layout: str, staleness: int
 ) -> None:

@@ -189,7 +189,9 @@ def test_a_pause_before_the_streams_are_open_ends(tmp_path: Path, monkeypatch: p
     assert Trial(tmp_path, *SPLIT, "rollout.staleness=2").run().num_committed == 6
 
 
-@pytest.mark.parametrize("step", range(1, 9))
+@pytest.mark.parametrize(
+    "step", [pytest.param(step, marks=[] if step in (1, 2, 5, 8) else [pytest.mark.slow]) for step in range(1, 9)]
+)
 def test_save_and_resume_in_the_middle_of_overlap_loses_nothing_and_trains_nothing_twice(
     tmp_path: Path, step: int
 ) -> None:
