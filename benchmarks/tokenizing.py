@@ -7,8 +7,9 @@ tokenize every row.
 Trains a byte-level BPE tokenizer on seeded text, writes chats of log-normal length, and starts real processes that
 exchange over gloo. A step has the same number of tokens for each rank, so a step of 8 ranks is 8 times as long. The
 time is that of the whole process (all its threads) between two moments at which the loader had prepared all steps that
-it may prepare ahead; the mean over ranks and the largest. It is processor time: the machine may have fewer cores than
-ranks. The script checks that ranks that share have the same steps as ranks that do not.
+it may prepare ahead, over the rows that it made in between, times the rows of a step; the mean over ranks and the
+largest. It is processor time: the machine may have fewer cores than ranks. The script checks that ranks that share have
+the same steps as ranks that do not.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import tokenizers
 import torch
 import transformers
 
+from podium.data.composing import chunk_rows
 from podium.data.examples import MakerSpec
 from podium.data.files import ONE_READER, Readers
 from podium.data.loader import StepExamples, StepLoader, StepSize
@@ -52,7 +54,7 @@ TEMPLATE = (
 )
 # Steps before the first moment: the window is full and the caches of the tokenizer are warm.
 WARM_UP = 3
-PREFETCH = 2
+PREFETCH, WINDOW = 2, 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +70,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One rank's processor time and wall time of a step, what it sent, and its steps."""
+    """One rank's processor time of a step, what it sent, and its steps."""
 
     cpu_ms: float
-    wall_ms: float
     sent_bytes: float
     documents: float
     digests: tuple[str, ...]
@@ -131,7 +132,7 @@ def make_data(folder: Path, *, rows: int, median: float, vocabulary: int) -> Non
 def run_case(case: Case) -> list[Figure]:
     """The figures of all ranks."""
     with tempfile.TemporaryDirectory() as scratch:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # which imports torch once
         with ProcessPoolExecutor(case.ranks, mp_context=context) as pool:
             return list(pool.map(functools.partial(_rank, case, Path(scratch) / "meeting"), range(case.ranks)))
 
@@ -159,22 +160,28 @@ def _measured(case: Case, mesh: Mesh, exchange: RankExchange | None) -> Figure:
     readers = ONE_READER if exchange is None else Readers(rank=mesh.rank, world=mesh.world)
     with StepLoader(
         [open_source(section, "data.train.0", readers=readers)], spec, seed=0, shuffle=True, shuffle_rows=4096,
-        size=StepSize(tokens=case.tokens * case.ranks), window=512, workers=0, prefetch=PREFETCH, exchange=counted,
+        size=StepSize(tokens=case.tokens * case.ranks), window=WINDOW, workers=0, prefetch=PREFETCH, exchange=counted,
     ) as loader:  # fmt: skip
         first = [_taken(loader, mesh) for _ in range(WARM_UP)]
         before = _when_full(loader, mesh)
-        sent = 0 if counted is None else counted.num_bytes
+        made, sent = _num_made(loader, counted), 0 if counted is None else counted.num_bytes
         timed = [_taken(loader, mesh) for _ in range(case.steps)]
         after = _when_full(loader, mesh)
         assert timed[-1].counts.epochs == (0,), "more rows are needed: those of the second epoch are remembered"
-        sent = 0 if counted is None else counted.num_bytes - sent
+        made, sent = _num_made(loader, counted) - made, 0 if counted is None else counted.num_bytes - sent
         mesh.barrier()
-    cpu_s, wall_s = (late - early for late, early in zip(after, before, strict=True))
     documents = sum(len(step.examples) for step in timed) / case.steps
     return Figure(
-        cpu_ms=1e3 * cpu_s / case.steps, wall_ms=1e3 * wall_s / case.steps, sent_bytes=sent / case.steps,
-        documents=documents, digests=tuple(map(_digest, (*first, *timed))),
+        cpu_ms=1e3 * (after - before) / made * documents, sent_bytes=sent / made * documents, documents=documents,
+        digests=tuple(map(_digest, (*first, *timed))),
     )  # fmt: skip
+
+
+def _num_made(loader: StepLoader, exchange: _CountedExchange | None) -> int:
+    """Rows whose results the loader has: those of whole rounds, or those that were added to the packing buffer."""
+    if exchange is not None:
+        return exchange.num_rounds * exchange.world * chunk_rows(WINDOW)
+    return loader._composer._counts.read
 
 
 class _CountedExchange:
@@ -182,11 +189,11 @@ class _CountedExchange:
 
     def __init__(self, exchange: RankExchange) -> None:
         self.rank, self.world, self.fail = exchange.rank, exchange.world, exchange.fail
-        self._exchange, self.num_bytes = exchange, 0
+        self._exchange, self.num_bytes, self.num_rounds = exchange, 0, 0
 
     def all_gather(self, payload, is_stopped):  # type: ignore[no-untyped-def]
         """Counts, and exchanges."""
-        self.num_bytes += len(payload)
+        self.num_bytes, self.num_rounds = self.num_bytes + len(payload), self.num_rounds + 1
         return self._exchange.all_gather(payload, is_stopped)
 
 
@@ -197,14 +204,14 @@ def _taken(loader: StepLoader, mesh: Mesh) -> StepExamples:
     return step
 
 
-def _when_full(loader: StepLoader, mesh: Mesh) -> tuple[float, float]:
-    """Processor and wall time when the loader waits for its steps to be taken."""
+def _when_full(loader: StepLoader, mesh: Mesh) -> float:
+    """Processor time when the loader waits for its steps to be taken."""
     while not (loader._steps.full() and loader._doing.startswith("waiting")):
         time.sleep(0.02)
     time.sleep(0.1)
-    times = time.process_time(), time.monotonic()
+    cpu_s = time.process_time()
     mesh.barrier()
-    return times
+    return cpu_s
 
 
 def _digest(step: StepExamples) -> str:
@@ -218,8 +225,8 @@ def _digest(step: StepExamples) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--tokens", type=int, default=32_768, help="tokens of a step, for each rank")
-    parser.add_argument("--steps", type=int, default=16, help="timed steps of ranks that share")
+    parser.add_argument("--tokens", type=int, default=16_384, help="tokens of a step, for each rank")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps of ranks that share")
     parser.add_argument("--steps-alone", type=int, default=3, help="timed steps of ranks that do not share; 0: none")
     parser.add_argument("--median", type=float, default=300, help="median words of an answer")
     parser.add_argument("--vocabulary", type=int, default=16_000)
