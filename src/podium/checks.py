@@ -162,6 +162,8 @@ def refuse_what_cannot_fit(recipe: Recipe) -> None:
     device = found_device(recipe.placement.device)
     if device is None:
         return
+    if device.kind == "cpu" and recipe.placement.devices > (os.cpu_count() or 1):
+        return  # refused for that, which is the better reason
     try:
         problem = refusal(memory_of(recipe, device), recipe, BEGIN_ANYHOW)
     except Exception:  # an unknown architecture, or a config that the planner cannot read: the run says what it needs
