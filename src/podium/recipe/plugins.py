@@ -14,6 +14,7 @@ import inspect
 import os
 import pickle
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from podium.errors import PodiumError, RecipeError, type_phrase, what_raised
 PICKLED = ".pickle"  # what files of pickled objects end in
 # Import path -> (the object, modification time of its file), of objects that were registered in this process.
 _registered: dict[str, tuple[Callable[..., Any], int | None]] = {}
+# Held while a file runs, also by the files that it loads.
+_RUNNING = threading.RLock()
 # JSON schema of an import path.
 PLUGIN_SCHEMA: Mapping[str, str] = {"type": "string", "pattern": r"^.+:[A-Za-z_]\w*$"}
 
@@ -286,21 +289,22 @@ def _unpickled(file: Path, key: str) -> Callable[..., Any]:
 
 def _module_of(file: Path) -> ModuleType:
     """The file's module, run once, so that two plug-ins of one file share its state. Named by its whole path, so that
-    two files of one name do not replace each other."""
+    two files of one name do not replace each other. A thread that asks while another runs the file waits for it."""
     name = f"podium_plugin_{file.stem}_{zlib.crc32(str(file).encode()):08x}_{file.stat().st_mtime_ns:x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    with _RUNNING:
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
 
 
 def _source_file(module: str, key: str) -> Path:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -236,3 +237,11 @@ def test_how_a_plug_in_is_called_is_read_from_its_text_where_that_tells(
         begins = re.compile(rf"(def|class) {name}\b")
         line = next(number for number, line in enumerate(DEFINED.splitlines(), start=1) if begins.match(line))
         assert definition.place.endswith(f"mine.py, line {line}")
+
+
+def test_threads_that_load_one_file_at_the_same_time_get_all_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text("import time\ntime.sleep(0.1)\n\ndef f(row):\n    return row\n")
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: plugins.load(f"{file}:f", "data.train.0.map"), range(4)))
+    assert len(set(found)) == 1
