@@ -147,7 +147,7 @@ def test_a_call_past_its_deadline_says_who_is_late_and_where_they_are(open_clust
         (different,) = [line for line in text.splitlines() if "<-" in line]
         assert different.startswith(f"{late}: ")
         assert "counter.wait_on > waiting" in different
-        assert "roles.py" in text.splitlines()[-2]
+        assert "roles.py" in text[text.index(different) :]  # its stack, which may end inside the file system's calls
         assert "workers.end_worker" in text.splitlines()[-1]
         # The others are free; the late one answers when it is through.
         assert (await group.call_one(0, Counter.value)).value == 5

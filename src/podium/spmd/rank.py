@@ -184,29 +184,45 @@ def _build(
     memory: Path | None,
     stop_requested: Callable[[], bool],
 ) -> SpmdRun[SpmdRecipe]:
-    recipe, watch = task.recipe, Stopwatch()
-    model_folder = local_folder(recipe.model.path, "model.path")
+    watch = Stopwatch()
     with watch.span("start-up"):
-        torch.set_num_threads(recipe.placement.threads or 1)
-        model, trained = _place(recipe, model_folder, mesh, checkpoint)
-        optimizer = AdamW(trained, recipe.optimizer)
-        engine = TrainEngine(
-            model, trained, optimizer, mesh, recipe.optimizer.clip_norm,
-            router_aux_loss_coef=recipe.model.router_aux_loss_coef,
-        )  # fmt: skip
-        progress = _restore(engine, checkpoint, task) if checkpoint is not None else SpmdProgress()
-        settings = _cpu_settings(recipe, folder, engine)
-        if recipe.model.self_check:
-            dtype = compute_dtype(recipe.model, mesh.device)
-            self_check(model, mesh.device, dtype, max_length=recipe.data.max_length)
-        tokenizer = load_tokenizer(recipe.model)
-        require_embeddings(tokenizer, model.vocab_size)
-        peak = matrix_peak(mesh.device, compute_dtype(recipe.model, mesh.device))
-        loader = None if task.evaluates_only else _loader(stack, recipe, progress.loader, mesh)
-        max_tokens = _micro_batch(recipe, mesh)
-        evaluator = (
-            Evaluator(recipe, engine, tokenizer, model_folder, max_tokens=max_tokens) if recipe.data.heldout else None
-        )
+        return _built(stack, task, folder, mesh, console, checkpoint, where, memory, stop_requested, watch)
+
+
+def _built(
+    stack: ExitStack,
+    task: RankTask,
+    folder: RunFolder,
+    mesh: Mesh,
+    console: Console,
+    checkpoint: CheckpointReader | None,
+    where: RankPlace,
+    memory: Path | None,
+    stop_requested: Callable[[], bool],
+    watch: Stopwatch,
+) -> SpmdRun[SpmdRecipe]:
+    recipe = task.recipe
+    model_folder = local_folder(recipe.model.path, "model.path")
+    torch.set_num_threads(recipe.placement.threads or 1)
+    model, trained = _place(recipe, model_folder, mesh, checkpoint)
+    optimizer = AdamW(trained, recipe.optimizer)
+    engine = TrainEngine(
+        model, trained, optimizer, mesh, recipe.optimizer.clip_norm,
+        router_aux_loss_coef=recipe.model.router_aux_loss_coef,
+    )  # fmt: skip
+    progress = _restore(engine, checkpoint, task) if checkpoint is not None else SpmdProgress()
+    settings = _cpu_settings(recipe, folder, engine)
+    if recipe.model.self_check:
+        dtype = compute_dtype(recipe.model, mesh.device)
+        self_check(model, mesh.device, dtype, max_length=recipe.data.max_length)
+    tokenizer = load_tokenizer(recipe.model)
+    require_embeddings(tokenizer, model.vocab_size)
+    peak = matrix_peak(mesh.device, compute_dtype(recipe.model, mesh.device))
+    loader = None if task.evaluates_only else _loader(stack, recipe, progress.loader, mesh)
+    max_tokens = _micro_batch(recipe, mesh)
+    evaluator = (
+        Evaluator(recipe, engine, tokenizer, model_folder, max_tokens=max_tokens) if recipe.data.heldout else None
+    )
     log = open_log(stack, recipe, folder, console, step=progress.step, rank=mesh.rank)
     writer = CheckpointWriter(
         folder.checkpoints,
