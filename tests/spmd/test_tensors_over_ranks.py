@@ -142,7 +142,7 @@ def disagreeing(engine: TrainEngine) -> str:
     )
     if engine.mesh.rank == 1:
         gradients.popitem()
-    report = engine._apply(total, gradients, normalizer=1.0, lr=0.0, stop_requested=False, tally=None)
+    report = engine._apply(total, gradients, normalizer=1.0, lr=0.0, stop_requested=False, tally=None, routed=None)
     try:
         report.resolve()
     except UnsupportedModelError as error:
