@@ -13,6 +13,7 @@ import numpy as np
 from podium.cluster import WorkerContext
 from podium.data.splitmix import signed
 from podium.data.trajectories import TrajectoryId
+from podium.roles.engine_summaries import EngineSummaries
 from podium.roles.generator import GeneratorRank
 from podium.roles.mailboxes import Mailboxes
 from podium.rollout.engine import Load
@@ -29,6 +30,8 @@ class ScriptedGenerator(GeneratorRank):
         self._spec: Any = SimpleNamespace(deadline_s=60.0)
         self._peak_tokens = 0
         self._mailboxes = Mailboxes()
+        self._summaries = EngineSummaries(context, lambda: self._engine.load())
+        self._install_s = 0.0
 
 
 class ScriptedEngine:
