@@ -15,7 +15,7 @@ from podium.data.trajectories import TrajectoryId
 from podium.environments.grading import Grade
 from podium.environments.hosted_grading import HostedGrader
 from podium.environments.output_cap import OutputCap
-from podium.environments.reward_service import RewardSpec
+from podium.environments.reward_service import RewardFacts, RewardSpec
 from podium.environments.rewards import Sample
 from podium.errors import RecipeError
 from podium.recipe import FunctionReward
@@ -197,7 +197,9 @@ def test_a_process_with_a_hanging_call_gets_no_new_batch_and_ends_with_its_last_
 
 
 def test_rewards_say_what_they_are_called_with() -> None:
-    async def inputs(grader: HostedGrader) -> object:
-        return grader.inputs
+    async def rewards(grader: HostedGrader) -> object:
+        return grader.rewards
 
-    assert with_grader(["length", "meeting"], inputs) == {"train": ("sample", "sample"), "evaluation": ("sample",)}
+    length = RewardFacts(per="sample", is_async=False)
+    meeting = RewardFacts(per="sample", is_async=True)
+    assert with_grader(["length", "meeting"], rewards) == {"train": (length, meeting), "evaluation": (length,)}

@@ -107,6 +107,7 @@ def test_batches_of_several_threads_wait_together_and_keep_their_order(graders: 
         [[1.0, 8.0], [1.0, 7.0]], [[1.0, 6.0], [1.0, 5.0]], [[1.0, 4.0], [1.0, 3.0]], [[1.0, 2.0], [1.0, 1.0]],
     ]  # fmt: skip
     assert grader.facts().takes_single_episodes
+    assert grader.facts().overlaps
 
 
 def test_a_reward_that_compares_episodes_needs_them_in_one_batch(graders: list[Grader]) -> None:
@@ -115,6 +116,7 @@ def test_a_reward_that_compares_episodes_needs_them_in_one_batch(graders: list[G
 
     assert grader.facts().inputs == ("sample", "group")
     assert not grader.facts().takes_single_episodes
+    assert not grader.facts().overlaps
     assert values(grader.grade(shard(5), "train")) == [[1.0, 0.0]]
 
 
