@@ -27,7 +27,13 @@ def test_stale_tokens_have_the_version_that_sampled_them(workspace: Workspace, l
         episodes = list(read_rollouts(run, step))
         trained_version = rollout_facts(run, step)["version"]
         assert trained_version == step - 1
-        ages = [trained_version - each for episode in episodes for each in episode.versions if each is not None]
+        ages = [
+            trained_version - version
+            for episode in episodes
+            if any(episode.advantages or ())  # others have no gradient, and the update leaves them out
+            for version, is_trained in zip(episode.versions, episode.loss_mask, strict=True)
+            if version is not None and is_trained
+        ]
         assert set(ages) <= {0, 1}
         has_stale = any(name.startswith("staleness/tokens/") for name in metrics[step])
         for age in (0, 1):
