@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from podium.checks import check_recipe, deep_report, memory_report, not_looked_at, refuse_what_cannot_fit
+from podium.checks import check_recipe, deep_report
 from podium.drafting.draft import DraftRequest, draft_recipe
 from podium.errors import RecipeError, RunFolderError
 from podium.evaluating import EvaluationResult, evaluate_model, evaluate_run
@@ -26,6 +26,7 @@ from podium.execution import (
     resume_from,
 )
 from podium.generating import generating_folder, prompt_source, require_number, sampling_of, section_of
+from podium.memory_checks import memory_report, not_looked_at, refuse_what_cannot_fit
 from podium.models.folder import is_hub_id
 from podium.observe import FrameLibrary, metrics_frame, read_metrics
 from podium.observe.artifacts import artifact_trackers, log_export

@@ -16,7 +16,7 @@ SOURCE = Path(podium.__file__).parent
 LAYERS = (
     "errors", "disk", "importing", "progress", "recipe", "observe", "algorithms", "data", "environments", "models",
     "engine", "weights", "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "planning", "ui",
-    "checks",
+    "checks", "memory_checks",
     "pipeline_checks", "python_hints", "python_objects", "recipe_arguments", "generating", "execution", "evaluating",
     "replaying", "drafting", "trying", "api", "commands", "cli", "supervising",
 )  # fmt: skip
@@ -34,6 +34,7 @@ TORCH_FREE = (
     "environments",
     "planning",
     "checks",
+    "memory_checks",
     "pipeline_checks",
     "python_hints",
     "python_objects",

@@ -111,9 +111,12 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
         if mesh.is_main and task.resume_step is not None and where.attempt == 0 and not task.evaluates_only:
             later = set_aside_later(folder.checkpoints, task.resume_step)
         try:
-            run = _build(
-                stack, task, folder, mesh, console, begin, where, memory, lambda: stop is not None and stop.requested
-            )
+            watch = Stopwatch()
+            with watch.span("start-up"):
+                run = _build(
+                    stack, task, folder, mesh, console, begin, where, memory,
+                    lambda: stop is not None and stop.requested, watch,
+                )  # fmt: skip
         except BaseException:
             if not where.restarts_left:
                 bring_back(folder.checkpoints, later)
@@ -174,22 +177,6 @@ def _console(where: RankPlace, recipe: SpmdRecipe, folder: RunFolder) -> Console
 
 
 def _build(
-    stack: ExitStack,
-    task: RankTask,
-    folder: RunFolder,
-    mesh: Mesh,
-    console: Console,
-    checkpoint: CheckpointReader | None,
-    where: RankPlace,
-    memory: Path | None,
-    stop_requested: Callable[[], bool],
-) -> SpmdRun[SpmdRecipe]:
-    watch = Stopwatch()
-    with watch.span("start-up"):
-        return _built(stack, task, folder, mesh, console, checkpoint, where, memory, stop_requested, watch)
-
-
-def _built(
     stack: ExitStack,
     task: RankTask,
     folder: RunFolder,

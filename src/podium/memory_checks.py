@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares what a run needs of memory with what its device has: for `podium check`, and before `podium train`.
+Torch-free."""
+
+from __future__ import annotations
+
+import os
+
+from podium.recipe import OnPolicyRecipe, Recipe
+
+
+def memory_report(recipe: Recipe, device: str | None = None) -> list[str]:
+    """What the run takes of its device's memory. Raises an error if it cannot fit. `device`: its name; default: what
+    this machine has. Nothing is known of a GPU that is asked for and not here."""
+    from podium.planning.devices import device_named, found_device
+    from podium.planning.memory import memory_lines
+
+    found = found_device(recipe.placement.device) if device is None else device_named(device)
+    return [] if found is None else memory_lines(recipe, found)
+
+
+def refuse_what_cannot_fit(recipe: Recipe) -> None:
+    """Raises an error if a run on this machine cannot fit its memory, as `podium check` does. Says nothing where the
+    model or the device is not known, or where the run has devices of a Ray cluster or of torchrun."""
+    from podium.planning.devices import found_device
+    from podium.planning.memory import BEGIN_ANYHOW, memory_of, refusal
+
+    if _runs_elsewhere(recipe):
+        return
+    device = found_device(recipe.placement.device)
+    if device is None:
+        return
+    if device.kind == "cpu" and recipe.placement.devices > (os.cpu_count() or 1):
+        return  # refused for that, which is the better reason
+    try:
+        problem = refusal(memory_of(recipe, device), recipe, BEGIN_ANYHOW)
+    except Exception:  # an unknown architecture, or a config that the planner cannot read: the run says what it needs
+        return
+    if problem is not None:
+        raise problem
+
+
+def _runs_elsewhere(recipe: Recipe) -> bool:
+    """Whether other machines than this one may take part."""
+    from podium.spmd.launch import place_under_torchrun
+
+    if place_under_torchrun() is not None:
+        return True
+    launcher = recipe.placement.launcher  # type: ignore[attr-defined]
+    if launcher != "ray" and not (launcher == "auto" and isinstance(recipe, OnPolicyRecipe)):
+        return False
+    from podium.cluster import RayCluster
+
+    return RayCluster().running_address is not None
+
+
+def not_looked_at(device: str) -> str:
+    """What is said of the memory of a pipeline, for which somebody has named a device."""
+    from podium.planning.devices import device_named
+
+    name = device_named(device).name
+    return f"memory: stages of a pipeline are not compared with {name}. Check one stage as a recipe."
