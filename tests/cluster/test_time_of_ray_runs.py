@@ -15,7 +15,7 @@ REWARD = """
 import time
 
 def slow(answer):
-    time.sleep(0.05)
+    time.sleep(0.2)  # longer than an update takes on a busy machine
     return sum(letter.isdigit() for letter in answer) / max(1, len(answer))
 """
 

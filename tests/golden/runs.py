@@ -223,7 +223,7 @@ def _metrics(run: Path) -> dict[str, str]:
     series: dict[str, list[tuple[int, str]]] = {}
     for line in read_metrics(run / "metrics.jsonl"):
         for name, value in line.values.items():
-            if not name.endswith(_TIMED):
+            if not name.endswith(_TIMED) and "_s/" not in name:  # such as learner/idle_s/tail
                 series.setdefault(name, []).append((line.step, float(value).hex()))
     return {name: hashlib.sha256(repr(values).encode()).hexdigest()[:16] for name, values in sorted(series.items())}
 

@@ -29,6 +29,8 @@ _LOG = logging.getLogger(__name__)
 _TURN_S = 0.5
 _POLL_S = 0.2
 _CLOSE_S = 10.0
+# How long a rank waits for its own end when another one has ended: the other's error is the cause, and must be the first.
+_END_S = 5.0
 
 
 class _State(enum.IntEnum):
@@ -144,6 +146,8 @@ class RankExchange:
             error: Exception = pickle.loads(self._gather_bytes(payload if is_sender else b"", sizes)[failed])
             return error
         if _State.CLOSED in states:
+            with self._changed:
+                self._changed.wait_for(lambda: self._state is _State.CLOSED, _END_S)
             return LaunchError(
                 f"rank {states.index(_State.CLOSED)} has ended, and the other ranks still need the rows that it "
                 "tokenizes. Look for its error."
