@@ -42,10 +42,10 @@ def to_give_back(
 ) -> Iterator[tuple[str, tuple[Episode, ...]]]:
     """Which episodes each worker gives back, so that the lent ones get an even part of all that run. The newest groups
     move: they have the fewest tokens, which must be computed again elsewhere."""
-    loads, are_lent = [(-len(episodes), worker) for worker, episodes in running.items()], set(lent)
-    even = -(sum(load for load, _ in loads) // max(1, len(loads)))  # rounded up
-    wanted = sum(max(0, even - len(running[worker])) for worker in lent)
-    others = [each for each in loads if -each[0] > even and each[1] not in are_lent]
+    loads = {worker: len(episodes) for worker, episodes in running.items()}
+    even = -(-sum(loads.values()) // max(1, len(loads)))  # rounded up
+    wanted = sum(max(0, even - loads.pop(worker)) for worker in lent)
+    others = [(-load, worker) for worker, load in loads.items() if load > even]
     heapq.heapify(others)
     while others:
         _, worker = heapq.heappop(others)

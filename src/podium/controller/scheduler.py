@@ -361,9 +361,9 @@ class GroupScheduler:
 
     def _spread(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Looks at the workers when the first one is asked for: what could be admitted has been by then."""
-        staying = {worker.name: worker for worker in self._workers.values() if not worker.is_leaving}
-        lent = [worker.name for worker in staying.values() if worker.is_lent]
-        yield from to_give_back({name: worker.running for name, worker in staying.items()}, lent)
+        running = {worker.name: worker.running for worker in self._workers.values() if not worker.is_leaving}
+        lent = [worker.name for worker in self._workers.values() if worker.is_lent and not worker.is_leaving]
+        yield from to_give_back(running, lent)
 
     # --- parts of decisions ---
 

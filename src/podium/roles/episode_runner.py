@@ -235,8 +235,8 @@ class EpisodeRunner(EpisodeSource):
 
 class EnginePolicy:
     """Generators as the policy of episodes. An episode always uses the same generator, which has its conversation
-    cached, as long as the same generators are there: those on the learner's devices come and go. One loop per generator
-    sends new requests and fetches finished ones."""
+    cached. While the learner's devices generate, they have an even part of all episodes, and the others stay where they
+    are. One loop per generator sends new requests and fetches finished ones."""
 
     def __init__(
         self, channel: Channel, name: str, plan: SamplingPlan, stops: frozenset[int], deadline_s: float,
@@ -277,8 +277,8 @@ class EnginePolicy:
         )  # fmt: skip
 
     def _ask(self, request: Request) -> None:
-        num_engines = len(self._engines) if self._uses_lent() else self._num_own
-        engine = request.id.prompt_index % num_engines
+        num_lent = len(self._engines) - self._num_own if self._uses_lent() else 0
+        engine = engine_of(request.id.prompt_index, self._num_own, num_lent)
         self._requests[request.id] = request
         self._new[engine].append(request)
         self._asked[engine].set()
@@ -325,6 +325,15 @@ class EnginePolicy:
             top_p=plan.top_p, top_k=plan.top_k, min_p=plan.min_p, stop_tokens=self._stops, stop_strings=plan.stop,
         )  # fmt: skip
         return Request(id=request.id, prompt=request.prompt, sampling=sampling, seed=plan.seed)
+
+
+def engine_of(prompt_index: int, num_own: int, num_lent: int) -> int:
+    """The generator of a prompt's episodes: one of the runner's own, or, numbered after those, a lent one. All have the
+    same number of `num_own * (num_own + num_lent)` consecutive prompts. When devices are lent, prompts move to them
+    only: nothing that the other generators have cached is lost between them."""
+    lap, own = divmod(prompt_index, num_own)
+    num_moved, place = divmod((lap + own) * num_lent, num_own + num_lent)  # of this one's prompts, some laps apart
+    return own if place >= num_lent else num_own + (num_moved + own) % num_lent
 
 
 def note_of(episodes: list[Episode]) -> EpisodeNote:

@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 _TURN_S = 0.5
 _POLL_S = 0.2
 _CLOSE_S = 10.0
-# How long a rank waits for its own end when another one has ended: the other's error is the cause, and must be the first.
+# How long a rank waits for its own end when another one has ended: that one's error is the cause, and comes first.
 _END_S = 5.0
 
 
