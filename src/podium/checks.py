@@ -137,8 +137,8 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
             yield partial(check_speaks, model_beside.path, model_beside.key)
     if not isinstance(recipe, RewardModelRecipe):
         yield lambda: check_speaks(model.path, "model.path")
-    if isinstance(recipe, SpmdRecipe) and recipe.placement.policy is not None and recipe.placement.policy.tensor > 1:
-        yield partial(_check_tensor_axis, recipe.placement.policy, recipe.placement.devices, recipe)
+    if recipe.placement.policy is not None and recipe.placement.policy.tensor > 1:
+        yield partial(_check_tensor_axis, recipe.placement.policy, recipe.placement.training_devices, recipe)
 
 
 def _check_tensor_axis(policy: PolicyMeshSection, devices: int, recipe: Recipe) -> None:

@@ -196,15 +196,16 @@ def test_a_frozen_learner_is_replaced(
     assert re.search(r"graders\[0\].*\n  thread", stacks)
 
 
+@pytest.mark.parametrize("axis", ["shard", "tensor"])
 def test_learners_that_meet_in_collectives_are_replaced_together(
-    task: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch
+    task: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch, axis: str
 ) -> None:
-    two = {"launcher": "ray", "layout": "colocated", "devices": 2}
-    expected = fingerprint(train(_values("grpo", "two", two), task), step=STEPS)
+    two = {"launcher": "ray", "layout": "colocated", "devices": 2, "policy": {axis: 2}}
+    expected = fingerprint(train(_values("grpo", f"two-{axis}", two), task), step=STEPS)
     kills = [Kill(worker="train[1]", after_step=2, delay_s=0.2), Kill(worker="train[0]", after_step=4, delay_s=0.3)]
-    thread = Killer(monkeypatch).begin(task / "runs" / "two-killed", kills)
+    thread = Killer(monkeypatch).begin(task / "runs" / f"two-{axis}-killed", kills)
 
-    run = train(_values("grpo", "two-killed", two), task)
+    run = train(_values("grpo", f"two-{axis}-killed", two), task)
 
     thread.join(_PATIENCE_S)
     assert _without_rollout(fingerprint(run, step=STEPS)) == _without_rollout(expected)

@@ -27,14 +27,16 @@ from podium.cluster.objects import InlineStored
 from podium.cluster.spans import SpanRecorder
 from podium.data.splitting import split_rows
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, TrajectoryIds, ValueColumns
-from podium.engine.mesh import Mesh
+from podium.engine.mesh import Mesh, with_axes
 from podium.engine.scoring import score
 from podium.engine.train_step import PendingReport, TrainEngine
 from podium.observe import read_metrics
 from podium.recipe import AlgorithmSection, Recipe, parse_recipe
+from podium.recipe.policy_mesh import MeshSizes
 from podium.roles.carriers import TurnRewards, UpdatePlan, UpdateShard, ValueShard
 from podium.roles.critic import CriticRank
-from podium.roles.interfaces import CriticShard, CriticSpec, UpdateNote
+from podium.roles.interfaces import POLICY, CriticShard, CriticSpec, UpdateNote
+from podium.roles.learner import LearnerRank
 from podium.roles.mini_batches import even_parts, rank_batches
 from podium.roles.policy_update import PolicyUpdate
 from podium.spmd.launch import RankPlace
@@ -207,10 +209,10 @@ def run_update(
     everyone = np.arange(len(full.ids)) if order is None else order
     lengths_N = full.lengths_N[everyone]
     split = split_rows(
-        lengths_N, lengths_N.astype(float), num_ranks=mesh.world, max_tokens=max(max_tokens, int(lengths_N.max())),
+        lengths_N, lengths_N.astype(float), num_ranks=mesh.data_ranks, max_tokens=max(max_tokens, int(lengths_N.max())),
         mini_batch_N=np.arange(len(lengths_N)) * steps // len(lengths_N),
     )  # fmt: skip
-    mine, batches = rank_batches(split, mesh.rank, range(steps))
+    mine, batches = rank_batches(split, mesh.data_rank, range(steps))
     rows = everyone[mine]
     block = full.take(rows)
 
@@ -243,7 +245,9 @@ def run_update(
 
 
 def context_on(mesh: Mesh, role: str) -> WorkerContext:
-    """A role's place on a worker of a pool that is this mesh."""
+    """A role's place on a worker of a pool that is this mesh, beside a learner."""
+    learner = object.__new__(LearnerRank)
+    learner.mesh = mesh
     return WorkerContext(
         worker=WorkerId("train", mesh.rank, "here", "cpu"),
         role=role,
@@ -252,7 +256,7 @@ def context_on(mesh: Mesh, role: str) -> WorkerContext:
         devices=mesh.devices,
         recorder=SpanRecorder(),
         transfers={},
-        colocated_roles={},
+        colocated_roles={POLICY: learner},
         channels={},
     )
 
@@ -285,7 +289,7 @@ def estimate_and_learn(mesh: Mesh, folder: Path, episodes: Episodes, **algorithm
         recipe=recipe, folder=folder, checkpoints=folder / "critic", beside=folder / "critic", resume_step=None
     )
     critic = CriticRank(context_on(mesh, "critic"), spec)
-    mine = even_parts(full.lengths_N, mesh.world)[mesh.rank]
+    mine = even_parts(full.lengths_N, mesh.data_ranks)[mesh.data_rank]
     rows = refs_of(full).take(mine)
     shard = ValueShard(
         rows=rows,
@@ -294,7 +298,7 @@ def estimate_and_learn(mesh: Mesh, folder: Path, episodes: Episodes, **algorithm
         reference=refs_of(TokenColumn.like(full, episodes.reference_T)).select(rows.ids),
     )
     found = critic.estimate(shard, recipe.algorithm, 0.3)
-    parts = mesh.gather((found.rows, found.note))
+    parts = [part for part in mesh.gather((found.rows, found.note) if mesh.speaks_for_data else None) if part]
     columns = refs_of(ValueColumns.concatenate([part for part, _ in parts])).read()
     batches = ((np.arange(len(mine)),),)
     update = critic.update(CriticShard(rows=rows, columns=refs_of(columns).select(rows.ids), batches=batches), 0.0)
@@ -317,6 +321,7 @@ class UpdateTask:
     critic: Path
     episodes: Episodes
     cases: Mapping[str, Case]
+    model: Mapping[str, Any] = field(default_factory=dict)  # keys of the model's section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -325,6 +330,7 @@ class UpdateResult:
     lopsided: Updated  # a budget so small that some ranks have nothing in some micro-steps
     four_steps: Tensor  # the weights after four optimizer steps
     estimated: Estimated
+    scored_T: np.ndarray  # log-probs of all rows
 
 
 def update_rank(place: RankPlace, task: UpdateTask) -> UpdateResult:
@@ -333,9 +339,25 @@ def update_rank(place: RankPlace, task: UpdateTask) -> UpdateResult:
         return update_on(mesh, task)
 
 
+def update_on_meshes(
+    place: RankPlace, shapes: Sequence[MeshSizes], tasks: Mapping[str, UpdateTask]
+) -> dict[str, dict[str, UpdateResult]]:
+    """Shape -> name of a task -> its result, over one process group."""
+    with mesh_of(place) as ranks:
+        meshes = {str(sizes): with_axes(ranks, sizes, timeout_s=120) for sizes in shapes}
+        return {shape: {name: update_on(mesh, task) for name, task in tasks.items()} for shape, mesh in meshes.items()}
+
+
 def update_on(mesh: Mesh, task: UpdateTask) -> UpdateResult:
     """The same on a mesh that stands."""
-    engine = recording_engine(task.policy, mesh)
+    engine = recording_engine(task.policy, mesh, **task.model)
+    with torch.no_grad():  # an adapter begins at zero, where half of its gradients are
+        for each in engine.optimizer.trained:
+            if ".lora_B." in each.name:
+                whole = torch.linspace(-0.3, 0.3, each.shape[0] * each.shape[1]).view(each.shape)
+                each.master.copy_(whole[each.box.slices()])
+                each.publish()
+    scored_T = score(engine.language_model, mesh, task.episodes.block, temperature=task.episodes.temperature).values_T
     by_case = {name: run_update(engine, task.episodes, case) for name, case in task.cases.items()}
     lopsided = run_update(engine, task.episodes, CASES["clipped"], max_tokens=13)
     run_update(engine, task.episodes, CASES["entropy"], steps=4, lr=1e-3)
@@ -345,6 +367,7 @@ def update_on(mesh: Mesh, task: UpdateTask) -> UpdateResult:
         lopsided=lopsided,
         four_steps=torch.cat([each.flatten() for each in weights.values()]),
         estimated=estimate_and_learn(mesh, task.critic, task.episodes, gamma=0.95, lam=0.9),
+        scored_T=scored_T,
     )
 
 

@@ -144,22 +144,27 @@ class RoleGroup(Generic[RoleT]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Merged[RowsT]:
-        """Sends one shard to each rank. The rows of the answers stay in the object store."""
-        name, worker_pool = self._name(method), self._worker_pool()
+        """Sends one shard to each rank, or to each group of ranks with the same data. The rows of the answers stay in
+        the object store."""
+        name, worker_pool, together = self._name(method), self._worker_pool(), self.mesh.shape.same_data
         self._check_shards(shards)
         pending: list[Pending] = []
         rows: list[Stored[Any]] = []
         members = [worker_pool.member(worker) for worker in self.workers]
         serial = next(worker_pool.serials)
         with sending(pending, f"{self._role}.{name}", worker_pool):
-            for member, shard in zip(members, shards, strict=True):
+            for rank, member in enumerate(members):
                 order = Invoke(member.worker, self._role, name, "rows", serial)
-                answer, stored = member.process.perform_storing(order, shard, *args, **kwargs)
+                answer, stored = member.process.perform_storing(order, shards[rank // together], *args, **kwargs)
                 pending.append(Pending(worker=member.worker, answer=answer))
                 rows.append(stored)
         replies = await self._gather(pending, name, worker_pool)
-        results = [self._result(reply, rank, rows[rank]) for rank, reply in enumerate(replies)]
-        return merge(results, [shard.ids for shard in shards], self._started.registry, self._role)
+        speaking = range(0, len(replies), together)
+        results = [self._result(replies[rank], rank, rows[rank]) for rank in speaking]
+        expected = [TrajectoryIds.concatenate([])] * len(replies)
+        for rank, shard in zip(speaking, shards, strict=True):
+            expected[rank] = shard.ids
+        return merge(results, expected, self._started.registry, self._role)
 
     async def stream_one(
         self,
@@ -186,6 +191,7 @@ class RoleGroup(Generic[RoleT]):
         **kwargs: P.kwargs,
     ) -> AsyncIterator[ShardResult[RowsT]]:
         """Yields blocks of all ranks in order of arrival. The first failure ends it."""
+        assert self.mesh.shape.same_data == 1, "ranks on the same data do not stream"
         self._check_shards(shards)
         opened = self._open(list(enumerate(shards)), self._name(method), args, kwargs)
         async for block in merged([self._blocks(each) for each in opened]):
@@ -358,10 +364,11 @@ class RoleGroup(Generic[RoleT]):
         return worker_pool
 
     def _check_shards(self, shards: Sequence[Shard]) -> None:
-        expected = self.mesh.shape.world
+        expected, together = self.mesh.shape.data_ranks, self.mesh.shape.same_data
         if len(shards) != expected:
+            ranks = "ranks" if together == 1 else f"groups of {together} ranks"
             raise ClusterError(
-                f"role {self._role} has {expected} ranks ({self.mesh.shape}) and is given {len(shards)} shards; "
+                f"role {self._role} has {expected} {ranks} ({self.mesh.shape}) and is given {len(shards)} shards; "
                 "cut one for each, empty ones too."
             )
         self._check_repeats(shards)

@@ -90,6 +90,7 @@ class Pool:
     each: Resources = Resources()
     collectives: bool = True
     one_node: bool = False  # all slots on one node
+    together: int = 1  # so many neighbouring slots on one node; they divide the slots
     spread: bool = False  # prefer many nodes to few
     tokenizers_only: bool = False  # of transformers its workers use nothing else, so that they need no torch
     at_start: int | None = None  # slots that are filled at the start, the first ones; the others are vacant; None: all
@@ -98,6 +99,11 @@ class Pool:
     def __post_init__(self) -> None:
         if self.slots < 1:
             raise PlacementError(f"pool {self.name} has {self.slots} slots; it needs at least 1.")
+        if self.together < 1 or self.slots % self.together:
+            raise PlacementError(
+                f"pool {self.name} has {self.slots} slots, and groups of {self.together} that share a node do not "
+                "divide them."
+            )
         if self.at_start is not None and not 1 <= self.at_start <= self.slots:
             raise PlacementError(
                 f"pool {self.name} has {self.slots} slots and fills {self.at_start} at the start: at least 1, at most "

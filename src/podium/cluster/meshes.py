@@ -16,19 +16,27 @@ AXES: tuple[Axis, ...] = ("replica", "shard")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshShape:
-    """Sizes of a role's axes. The shard axis varies fastest over ranks; every rank sees different data."""
+    """Sizes of a role's axes. The shard axis varies fastest over ranks. `same_data`: so many neighbouring ranks get the
+    same data and compute it together; the first of them answers for all."""
 
     replica: int = 1
     shard: int = 1
+    same_data: int = 1
 
     def __post_init__(self) -> None:
         for axis in AXES:
             if self.size(axis) < 1:
                 raise PlacementError(f"a mesh has {axis} {self.size(axis)}; every axis has at least 1.")
+        if self.same_data < 1 or self.world % self.same_data:
+            raise PlacementError(
+                f"a mesh of {self.world} workers cannot give the same data to {self.same_data} of them at a time. Use "
+                f"a divisor of {self.world}."
+            )
 
     def __str__(self) -> str:
         sizes = [f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1]
-        return " × ".join(sizes) or "1 worker"
+        together = f" ({self.same_data} on the same data)" if self.same_data > 1 else ""
+        return (" × ".join(sizes) or "1 worker") + together
 
     def size(self, axis: Axis) -> int:
         """Size of one axis."""
@@ -38,6 +46,11 @@ class MeshShape:
     def world(self) -> int:
         """Number of ranks."""
         return self.replica * self.shard
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks, or groups of them, that get different data."""
+        return self.world // self.same_data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

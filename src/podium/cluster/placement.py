@@ -69,7 +69,7 @@ Preflight = Fits | Busy | TooLarge
 
 def bundles_of(pool: Pool) -> tuple[Bundle, ...]:
     """The bundles of a pool: slots that must share a node."""
-    width = pool.slots if pool.one_node else 1
+    width = pool.slots if pool.one_node else pool.together
     return tuple(
         Bundle(
             pool=pool.name,
@@ -223,10 +223,12 @@ def _nearest(failed: Bundle, nodes: Sequence[NodeState], *, busy: bool, num_slot
         what = f"no node has {' and '.join(missing)}" if missing else "no node has room for a single slot"
         return f"{what}. Add a node that has, or ask for less per slot."
     slots = "1 slot fits" if widest == 1 else f"{widest} slots fit"
-    fits = f"At most {slots} on one node and {sum(per_node.values())} in the cluster (this pool alone)."
-    if widest < len(failed.slots):
-        return f"{fits} Make the one-node pool {widest} or smaller, or add a larger node."
-    return f"{fits} Ask for at most {min(num_slots, sum(per_node.values()))} slots, or add nodes" + (
+    width = len(failed.slots)
+    most = sum(count - count % width if widest >= width else count for count in per_node.values())
+    fits = f"At most {slots} on one node and {most} in the cluster (this pool alone)."
+    if widest < width:
+        return f"{fits} Make what shares a node {widest} or smaller, or add a larger node."
+    return f"{fits} Ask for at most {min(num_slots, most)} slots, or add nodes" + (
         ", or wait until the others are done." if busy else "."
     )
 

@@ -226,6 +226,7 @@ async def _roles(recipe: OnPolicyRecipe, names: RoleNames, workers: Workers, war
 def _header(recipe: OnPolicyRecipe, folder: RunFolder, roles: Roles, step: int) -> list[str]:
     facts, rollout, placement = roles.policy.facts, recipe.rollout, recipe.placement
     trained = facts.num_parameters if facts.trained_parameters is None else facts.trained_parameters
+    axes = "" if placement.policy is None else f" {placement.mesh_sizes}"
     return header_lines(
         recipe,
         folder,
@@ -233,7 +234,7 @@ def _header(recipe: OnPolicyRecipe, folder: RunFolder, roles: Roles, step: int) 
         step_size=f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples, up to "
         f"{rollout.max_new_tokens} new tokens",
         model=model_line(facts.architecture, facts.num_parameters, trained, facts.dtype),
-        devices=f"{placement.devices} x {facts.device}, {placement.layout}: {roles.policy.num_ranks} learn, "
+        devices=f"{placement.devices} x {facts.device}, {placement.layout}: {roles.policy.num_ranks} learn{axes}, "
         f"{roles.generator.num_engines} generate ({rollout.engine})"
         + (f" at the same time (staleness {rollout.staleness}, {rollout.on_new_weights})" if rollout.staleness else ""),
         cpu=facts.cpu,

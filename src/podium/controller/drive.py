@@ -21,6 +21,7 @@ from podium.errors import AttachError, PlacementError, PodiumError, RayDiedError
 from podium.importing import collector_off
 from podium.observe import Stopwatch
 from podium.recipe import OnPolicyRecipe
+from podium.recipe.policy_mesh import no_place
 from podium.roles.interfaces import POLICY
 from podium.runs.folder import RunFolder
 from podium.runs.host_memory import held_memory
@@ -260,7 +261,7 @@ async def _started(
         begin = cluster.start if left is None else cluster.attach
         workers = await begin(layout, timeouts, deadline_s=max(600.0, placement.timeout_s))
     except PlacementError as error:
-        raise PlacementError(f"placement.devices: {placement.devices} devices have no place. {error}") from error
+        raise no_place(placement.devices, "devices", placement.mesh_sizes, error) from error
     if recipe.environment is not None:
         await workers.open_channel(GENERATOR, to=RUNNER)
         if names.lent is not None:

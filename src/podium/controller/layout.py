@@ -84,10 +84,7 @@ def reference_is_base(recipe: OnPolicyRecipe) -> bool:
 
 def num_learners(recipe: OnPolicyRecipe) -> int:
     """Number of devices that train. With layout split or elastic, the other devices generate."""
-    placement = recipe.placement
-    if placement.layout == "colocated":
-        return placement.devices
-    return placement.devices - (placement.rollout_devices or placement.devices // 2)
+    return recipe.placement.training_devices
 
 
 def layout_of(
@@ -104,7 +101,8 @@ def layout_of(
     names, ranks = names or role_names(recipe), num_learners(recipe)
     apart = recipe.placement.devices - ranks
     each = Resources(cpus=_DEVICE_CPUS, gpus=1.0 if device == "cuda" else 0.0)
-    pools = [Pool(name=TRAIN, slots=ranks, each=each)]
+    # A tensor group passes values in every layer: it stays on one node.
+    pools = [Pool(name=TRAIN, slots=ranks, each=each, together=recipe.placement.mesh_sizes.tensor)]
     roles = _train_roles(recipe, folder, names, ranks=ranks, device=device, resume_step=resume_step, cpu=cpu)
     if apart:
         most, grace_s = recipe.placement.max_rollout_devices or apart, recipe.placement.grace_s
@@ -184,7 +182,7 @@ def _train_roles(
     cpu: CpuSettings | None,
 ) -> list[RoleSpec]:
     """Roles on the training devices. The policy comes first: other roles look it up on their worker."""
-    mesh = MeshShape(shard=ranks)
+    mesh = MeshShape(shard=ranks, same_data=ranks // recipe.placement.mesh_sizes.data_ranks)
     model = local_folder(recipe.model.path, "model.path")
     max_tokens = recipe.micro_batch_tokens or MICRO_BATCH[device]
     run = folder.path.resolve()  # workers may have been started elsewhere
@@ -195,7 +193,7 @@ def _train_roles(
 
     learner = LearnerSpec(
         recipe=recipe, folder=model, checkpoints=run / folder.checkpoints.name, resume_step=resume_step,
-        cpu=cpu, snapshots=kept(POLICY),
+        cpu=cpu, snapshots=kept(POLICY), collective_s=recipe.placement.timeout_s + HANG_SLACK_S,
     )  # fmt: skip
     roles = [_role(POLICY, Learner, TRAIN, mesh, learner)]
     section = recipe.critic_section

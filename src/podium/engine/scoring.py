@@ -116,7 +116,19 @@ def _seen(
     for batch, values_S in zip(batches, pending, strict=False):
         values_T[batch.places_S] = values_S.cpu().numpy()
         mark_progress()
-    return TokenColumn.like(block, values_T)
+    return TokenColumn.like(block, _agreed(values_T, mesh))
+
+
+def _agreed(values_T: NDArray[np.float32], mesh: Mesh) -> NDArray[np.float32]:
+    """The values of the first rank of a tensor group, on all of its ranks. Values decide which tokens are trained, and
+    a last bit that differs must not part them."""
+    if mesh.tensor is None or not len(values_T):
+        return values_T
+    mine = torch.from_numpy(values_T).to(mesh.device)
+    if mesh.tensor.rank > 0:
+        mine = torch.zeros_like(mine)
+    first: NDArray[np.float32] = mesh.tensor.sum(mine).cpu().numpy()
+    return first
 
 
 def _filled(batches: Sequence[ScoringBatch], count: int, empty: ScoringBatch) -> list[ScoringBatch]:

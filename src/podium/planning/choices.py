@@ -2,7 +2,9 @@
 """What a recipe may have beside layout, devices and staleness: lanes, micro-batch and the sharding of the learner. What
 fits the memory of a device, and what it costs there. Torch-free.
 
-Sharding is not a key of its own: the learner is sharded over all its devices, so that the number of them decides it."""
+Without placement.policy the learner is sharded over all its devices, so that the number of them decides it. With it, a
+number of devices that its axes do not give is no choice. How long values of tensor parallelism take between devices is
+not known here."""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from podium.controller.simulation.costs import CostModel
+from podium.errors import PlacementError
 from podium.planning.devices import Device
 from podium.planning.memory import TOLERANCE, MemoryPlan, gib, memory_of
 from podium.planning.model_shape import shape_of
@@ -77,7 +80,12 @@ class RecipeChoices:
 
     def variants(self, one: Configuration) -> Sequence[Configuration]:
         """The configuration with other lanes and micro-batches, as far as they fit; its own first, if that does. Empty:
-        nothing fits. A smaller micro-batch is one of them only where the recipe's own does not fit."""
+        nothing fits, or the axes of placement.policy do not give its learners. A smaller micro-batch is one of them
+        only where the recipe's own does not fit."""
+        try:
+            _ = recipe_with(self._recipe, one).placement.mesh_sizes
+        except PlacementError:
+            return []
         found = (
             replace(one, lanes=lanes, micro_batch=micro)
             for micro in self._micro_batches(one)
@@ -109,7 +117,9 @@ class RecipeChoices:
         episodes = self._workload.episodes / one.num_learners / algorithm.mini_batches
         micro = one.micro_batch or MICRO_BATCH[self._device.kind]
         proximal = algorithm.proximal == "always" or (algorithm.proximal == "auto" and recipe.correction is not None)
-        tokens = episodes * self._episodes.mean_length
+        sizes = recipe.placement.mesh_sizes
+        together = sizes.devices // sizes.data_ranks  # devices that compute the same tokens, a part of each
+        tokens = together * episodes * self._episodes.mean_length
         passes = max(1, math.ceil(tokens / micro))
         update_bytes = cache_bytes = 0
         if self._device.kind == "cuda" and one.layout != "split":
@@ -118,7 +128,7 @@ class RecipeChoices:
             update_bytes = sum(update.of(name) for name in _UPDATE_TERMS)
             # The plan is of the largest micro-batch that there can be.
             longest = self._recipe.data.max_length or self.shape.context
-            most = min(micro, math.ceil(self._workload.episodes * longest / one.num_learners))
+            most = min(micro, math.ceil(together * self._workload.episodes * longest / one.num_learners))
             update_bytes -= int(update.of("activations") * max(0.0, 1.0 - tokens / passes / most))
             cache_bytes = rollout.of("KV cache") + rollout.of("weight copies")
         return UpdateShape(

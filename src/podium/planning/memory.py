@@ -24,7 +24,6 @@ from podium.recipe import (
     RewardModelRecipe,
     SpmdRecipe,
 )
-from podium.recipe.policy_mesh import MeshSizes
 from podium.roles.interfaces import MICRO_BATCH, POLICY
 from podium.rollout.native.sizing import Sizes, choose_sizes
 
@@ -153,12 +152,6 @@ def _advice(peak: PhaseMemory, recipe: Recipe, device: Device) -> str:
     return f"To make it smaller: {', or '.join(advice)}." if advice else "It needs a device with more memory."
 
 
-def _mesh_sizes(recipe: Recipe) -> MeshSizes | None:
-    """The axes of placement.policy; None: all ranks shard."""
-    policy = recipe.placement.policy if isinstance(recipe, SpmdRecipe) else None
-    return None if policy is None else policy.sizes(recipe.placement.devices)
-
-
 class _Needs:
     """Bytes of one recipe on one kind of device."""
 
@@ -166,14 +159,9 @@ class _Needs:
         self._recipe, self._device = recipe, device
         self._cuda = device.kind == "cuda"
         self._itemsize = _itemsize(recipe.model, device)
-        self._world = recipe.placement.devices
-        if isinstance(recipe, OnPolicyRecipe):  # a run on fixed data begins without importing a controller
-            from podium.controller.layout import num_learners
-
-            self._world = num_learners(recipe)
-        sizes = _mesh_sizes(recipe)
+        self._world, sizes = recipe.placement.training_devices, recipe.placement.mesh_sizes
         # Activations count whole: those between divided layers are smaller with a tensor axis.
-        self._parts, self._data_ranks = (self._world, self._world) if sizes is None else (sizes.parts, sizes.data_ranks)
+        self._parts, self._data_ranks = sizes.parts, sizes.data_ranks
         self._shape = shape_of(recipe.model)
         if isinstance(recipe, RewardModelRecipe):
             self._shape = self._shape.with_labels(1)
@@ -380,7 +368,7 @@ class _Needs:
         assert isinstance(recipe, OnPolicyRecipe)
         episodes = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt
         longest = recipe.data.max_length or self._shape.context
-        return -(-episodes * longest // self._world)
+        return -(-episodes * longest // self._data_ranks)
 
     def _generators(self, recipe: OnPolicyRecipe) -> int:
         return 1 if self._cuda else recipe.placement.devices - self._world

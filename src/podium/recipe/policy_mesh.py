@@ -44,8 +44,8 @@ class MeshSizes:
 
 
 class PolicyMeshSection(Section):
-    """Axes over which the devices hold the trained model, and models beside it. Their product is the number of devices.
-    Default: all devices shard."""
+    """Axes over which the devices that train hold the model, and models beside it. Their product is the number of these
+    devices: with `placement.layout` split or elastic, those that do not only generate. Default: all of them shard."""
 
     replicate: Count = Field(
         1, description="HSDP: so many groups of ranks each hold the whole model between them, and add up gradients."
@@ -91,6 +91,14 @@ def nearest(asked: PolicyMeshSection, devices: int, tensors: frozenset[int] | No
 
     shapes = [shape for shape in _shapes(devices) if tensors is None or shape.tensor in tensors]
     return min(shapes, key=change)
+
+
+def no_place(devices: int, what: str, sizes: MeshSizes, error: PlacementError) -> PlacementError:
+    """The error of a cluster that has no room for so many devices, in words of the recipe. `what`: are placed."""
+    text = f"placement.devices: {devices} {what} have no place. {error}"
+    if sizes.tensor > 1:
+        text += f"\nThe {sizes.tensor} ranks of a tensor group (placement.policy.tensor) share a node."
+    return PlacementError(text)
 
 
 def _shapes(devices: int) -> Iterator[MeshSizes]:

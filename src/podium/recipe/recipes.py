@@ -145,7 +145,7 @@ class Recipe(WholeRecipe):
 
     def problems(self) -> list[str]:
         """Every violated rule about values of several keys, as a sentence with the fix."""
-        return shared_rules(self)
+        return [*mesh_rules(self), *shared_rules(self)]
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
@@ -183,8 +183,8 @@ class SpmdRecipe(Recipe):
         return "assistant"
 
     def problems(self) -> list[str]:
-        """Problems of all programs, of lengths and of the mesh."""
-        return [*length_rules(self), *mesh_rules(self), *super().problems()]
+        """Problems of all programs, and of lengths."""
+        return [*length_rules(self), *super().problems()]
 
 
 class LanguageModelRecipe(SpmdRecipe):

@@ -9,7 +9,7 @@ from pydantic import Field, StringConstraints
 
 from podium.recipe.fields import Count, NonNegative, OneOrMore, PathSection, Place, Real, Section, Switch, Text
 from podium.recipe.plugins import Plugin
-from podium.recipe.policy_mesh import PolicyMeshSection
+from podium.recipe.policy_mesh import MeshSizes, PolicyMeshSection
 
 
 class LoraSection(Section):
@@ -193,6 +193,20 @@ class PlacementSection(Section):
     )
     threads: Count | None = Field(None, description="Torch threads per CPU rank; default: chosen by measuring.")
     onednn: Switch | None = Field(None, description="oneDNN on CPU; default: chosen by measuring.")
+    policy: PolicyMeshSection | None = Field(
+        None, description="Axes over which the devices that train hold the model; default: all of them shard."
+    )
+
+    @property
+    def training_devices(self) -> int:
+        """Number of devices that train."""
+        return self.devices
+
+    @property
+    def mesh_sizes(self) -> MeshSizes:
+        """The axes of the devices that train. Raises a PlacementError if those of `policy` do not give them."""
+        devices = self.training_devices
+        return MeshSizes(shard=devices) if self.policy is None else self.policy.sizes(devices)
 
 
 class SpmdPlacementSection(PlacementSection):
@@ -202,9 +216,6 @@ class SpmdPlacementSection(PlacementSection):
         "auto",
         description="`local` starts ranks as processes; `ray` runs them on a Ray cluster: RAY_ADDRESS's, the submitted "
         "job's, or a local one. auto: local.",
-    )
-    policy: PolicyMeshSection | None = Field(
-        None, description="Axes over which the devices hold the model; default: all of them shard."
     )
     restarts: NonNegative = Field(
         0,
@@ -247,6 +258,13 @@ class OnPolicyPlacementSection(PlacementSection):
         description="How often workers of one kind that died are replaced before a step must be committed. The run "
         "then goes on from the last committed step, which is kept in memory. 0: a death ends the run.",
     )
+
+    @property
+    def training_devices(self) -> int:
+        """Number of devices that train. With layout split or elastic, the others generate."""
+        if self.layout == "colocated":
+            return self.devices
+        return self.devices - (self.rollout_devices or self.devices // 2)
 
 
 class CheckpointSection(Section):

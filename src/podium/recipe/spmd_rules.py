@@ -11,7 +11,7 @@ from podium.errors import PlacementError
 
 if TYPE_CHECKING:
     from podium.recipe.dense import DistillSection, RewardModelSection
-    from podium.recipe.recipes import SpmdRecipe
+    from podium.recipe.recipes import Recipe, SpmdRecipe
 
 
 def length_rules(recipe: SpmdRecipe) -> Iterator[str]:
@@ -35,13 +35,12 @@ def length_rules(recipe: SpmdRecipe) -> Iterator[str]:
         yield f"data.max_length: {longest} leaves no token to predict. Use at least 2."
 
 
-def mesh_rules(recipe: SpmdRecipe) -> Iterator[str]:
-    """Rules of all programs with fixed data: the axes of placement.policy give the devices."""
-    policy = recipe.placement.policy
-    if policy is None:
+def mesh_rules(recipe: Recipe) -> Iterator[str]:
+    """Rules of all programs: the axes of placement.policy give the devices that train."""
+    if recipe.placement.policy is None or recipe.placement.training_devices < 1:  # another rule's
         return
     try:
-        sizes = policy.sizes(recipe.placement.devices)
+        sizes = recipe.placement.mesh_sizes
     except PlacementError as error:
         yield str(error)
         return

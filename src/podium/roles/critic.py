@@ -22,7 +22,6 @@ from podium.data.tokenizer import load_tokenizer
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter
 from podium.engine.checkpoint_files import SaveState
-from podium.engine.mesh import adopt
 from podium.engine.offload import what_can_leave
 from podium.engine.optimizer import AdamW
 from podium.engine.resuming import checkpoint_shards, restore_engine, restore_optimizer, training_extras
@@ -43,6 +42,7 @@ from podium.roles.interfaces import (
     SnapshotBegun,
     StateSource,
 )
+from podium.roles.learner import mesh_on
 from podium.roles.role_state import RoleState
 from podium.roles.scorer import HeldTensors
 from podium.roles.stages import CriticReport
@@ -68,7 +68,7 @@ class CriticRank(Critic):
         recipe, critic = spec.recipe, spec.recipe.critic_section
         assert critic is not None, "the program has a critic"
         self._context, self._value_clip = context, critic.value_clip
-        self._mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
+        self._mesh = mesh_on(context)
         self._max_tokens = recipe.micro_batch_tokens or MICRO_BATCH[self._mesh.device.type]
         own = critic.path is not None
         section = recipe.model
@@ -146,7 +146,7 @@ class CriticRank(Critic):
         trained_N = before_T[block.offsets[1:]] - before_T[block.offsets[:-1]]
         for number, batch in enumerate(shard.batches):
             mine[number] = int(sum(trained_N[rows].sum() for rows in batch))
-        counts = self._mesh.sum(mine.to(self._mesh.device)).tolist()
+        counts = self._mesh.sum_of_data(mine.to(self._mesh.device)).tolist()
         reports, statistics = [], []
         for batch, count in zip(shard.batches, counts, strict=True):
             if count == 0:

@@ -170,7 +170,7 @@ class RewardModelHandle:
 
     async def score(self, rollouts: Rollouts) -> Floats:
         """One score for each episode."""
-        parts = even_parts(rollouts.rows.lengths_N, self._group.mesh.shape.world)
+        parts = even_parts(rollouts.rows.lengths_N, self._group.mesh.shape.data_ranks)
         shards = [shard_of(rollouts.take(part)) for part in parts]
         merged = await self._group.call_sharded(RewardModel.score, shards)
         scores = np.empty(len(rollouts))

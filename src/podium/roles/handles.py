@@ -173,15 +173,20 @@ class LearnerHandle:
 
     @property
     def num_ranks(self) -> int:
-        """Number of data ranks."""
+        """Number of ranks: devices that learn."""
         return self._group.mesh.shape.world
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks, or groups of them, that get different data."""
+        return self._group.mesh.shape.data_ranks
 
     def split(self, lengths_N: Ints, mini_batch_N: Ints) -> SplitPlan:
         """Splits episodes over ranks and micro-steps by cost, separately for each mini-batch."""
         return split_rows(
             lengths_N,
             self.facts.cost.of(lengths_N),
-            num_ranks=self.num_ranks,
+            num_ranks=self.data_ranks,
             max_tokens=max(self.facts.max_tokens, int(lengths_N.max(initial=1))),
             mini_batch_N=mini_batch_N,
         )
@@ -196,7 +201,7 @@ class LearnerHandle:
         rollouts = train_batch.rollouts
         split = self.split(rollouts.rows.lengths_N, mini_batch_N)
         sequence = mini_batch_order(len(split.micro_steps_B), algorithm.epochs, order)
-        shards = [self._shard(train_batch, split, rank, sequence, absent) for rank in range(self.num_ranks)]
+        shards = [self._shard(train_batch, split, rank, sequence, absent) for rank in range(self.data_ranks)]
         merged = await self._group.call_sharded(Learner.update, shards, plan)
         notes = [result.note for result in merged.results]
         idle_tokens = sum(count for count, _ in absent)
@@ -230,7 +235,7 @@ class LearnerHandle:
         self, rows: RowRefs[TrajectoryBlock], temperature: float, *, base: bool = False
     ) -> tuple[RowRefs[TokenColumn], DistanceNote]:
         """Scores like a scorer, with the policy itself, or with `base` without its adapter."""
-        shards = [rows.take(part) for part in even_parts(rows.lengths_N, self.num_ranks)]
+        shards = [rows.take(part) for part in even_parts(rows.lengths_N, self.data_ranks)]
         merged = await self._group.call_sharded(Learner.score, shards, temperature, base)
         assert merged.rows is not None
         return merged.rows, joined_distance(merged.results, rows)
@@ -333,7 +338,7 @@ class ScorerHandle:
         self, rows: RowRefs[TrajectoryBlock], temperature: float
     ) -> tuple[RowRefs[TokenColumn], DistanceNote]:
         """Log-probs by reference, and the distance of each episode in the order of the rows."""
-        ranks = self._group.mesh.shape.world
+        ranks = self._group.mesh.shape.data_ranks
         shards = [rows.take(part) for part in even_parts(rows.lengths_N, ranks)]
         merged = await self._group.call_sharded(Scorer.score, shards, temperature)
         assert merged.rows is not None
@@ -376,7 +381,7 @@ class CriticHandle:
                 turn_rewards=turn_rewards.take(part),
                 reference=None if reference is None else reference.select(rows.ids.take(part)),
             )
-            for part in even_parts(rows.lengths_N, self._policy.num_ranks)
+            for part in even_parts(rows.lengths_N, self._policy.data_ranks)
         ]
         merged = await self._group.call_sharded(Critic.estimate, shards, algorithm, kl_coefficient)
         assert merged.rows is not None
@@ -398,7 +403,7 @@ class CriticHandle:
         split = self._policy.split(rows.lengths_N, dealt)
         sequence = mini_batch_order(len(split.micro_steps_B), algorithm.epochs, order)
         shards = []
-        for rank in range(self._policy.num_ranks):
+        for rank in range(self._policy.data_ranks):
             mine, batches = rank_batches(split, rank, sequence)
             taken = rows.take(mine)
             shards.append(CriticShard(rows=taken, columns=columns.select(taken.ids), batches=batches))

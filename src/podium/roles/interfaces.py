@@ -94,6 +94,7 @@ class LearnerSpec:
     resume_step: int | None
     cpu: CpuSettings | None = None  # measured by an earlier start, and reused
     snapshots: Path | None = None  # folder in host memory; None: there are no snapshots
+    collective_s: float = 600.0  # longest wait in a collective along an axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

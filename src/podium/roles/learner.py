@@ -16,7 +16,7 @@ from podium.cluster import Computed, RowRefs, WorkerContext
 from podium.data.trajectories import TokenColumn, TrajectoryBlock
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter
 from podium.engine.checkpoint_files import SaveState
-from podium.engine.mesh import Mesh, adopt
+from podium.engine.mesh import Mesh, adopt, with_axes
 from podium.engine.offload import OffloadedTensors, what_can_leave
 from podium.engine.optimizer import AdamW
 from podium.engine.resuming import checkpoint_shards, restore_engine, restore_optimizer, training_extras
@@ -32,6 +32,7 @@ from podium.roles.carriers import Residency, UpdatePlan, UpdateShard
 from podium.roles.distances import distance
 from podium.roles.interfaces import (
     MICRO_BATCH,
+    POLICY,
     Learner,
     LearnerFacts,
     LearnerSpec,
@@ -57,7 +58,7 @@ class LearnerRank(Learner):
         transformers.logging.disable_progress_bar()
         recipe = spec.recipe
         self._context, self._spec, self._recipe = context, spec, recipe
-        self.mesh: Mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
+        self.mesh: Mesh = with_axes(_all_shard(context), recipe.placement.mesh_sizes, timeout_s=spec.collective_s)
         torch.set_num_threads(recipe.placement.threads or 1)
         begin = None
         if spec.resume_step is not None:
@@ -97,13 +98,13 @@ class LearnerRank(Learner):
     def facts(self) -> LearnerFacts:
         """Facts about the model, its sizes and the device, for the controller."""
         model, mesh = self.engine.language_model, self.mesh
-        cost, dtype = model_cost(model.hf), compute_dtype(self._recipe.model, mesh.device)
+        cost, dtype = model_cost(model.hf, model.split), compute_dtype(self._recipe.model, mesh.device)
         cuda = mesh.device.type == "cuda"
         leaving = what_can_leave(self.engine.optimizer)
         assert self._recipe.data.max_length is not None
         return LearnerFacts(
             architecture=type(model.hf).__name__,
-            num_parameters=sum(parameter.numel() for parameter in model.hf.parameters()),
+            num_parameters=model.num_parameters(),
             dtype=str(dtype).removeprefix("torch."),
             device=torch.cuda.get_device_name(mesh.device) if cuda else "CPU",
             cost=cost.per_sequence,
@@ -253,3 +254,14 @@ class LearnerRank(Learner):
         move()
         torch.cuda.empty_cache()
         return abs(torch.cuda.mem_get_info(self.mesh.device)[0] - before)
+
+
+def mesh_on(context: WorkerContext) -> Mesh:
+    """The mesh of the learner on this worker: models beside it are divided alike, over the same process groups. Where
+    there is no learner, all ranks shard."""
+    learner = context.colocated_roles.get(POLICY)
+    return learner.mesh if isinstance(learner, LearnerRank) else _all_shard(context)
+
+
+def _all_shard(context: WorkerContext) -> Mesh:
+    return adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)

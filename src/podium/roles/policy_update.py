@@ -184,7 +184,7 @@ class PolicyUpdate:
         if plan.whiten:
             mine = moments_of(torch.from_numpy(values_T.copy()), torch.from_numpy(trained_T))
             total = torch.tensor([mine.count, mine.sum, mine.sum_squares], dtype=torch.float64)
-            total = self._mesh.sum(total.to(self._mesh.device)).cpu()
+            total = self._mesh.sum_of_data(total.to(self._mesh.device)).cpu()
             whitening = Moments(*total.tolist()).whitening()
             values_T = whitening.apply(torch.from_numpy(values_T.copy()), torch.from_numpy(trained_T)).numpy()
         return values_T.astype(np.float32)
@@ -198,7 +198,7 @@ class PolicyUpdate:
             rows = np.concatenate(batch) if batch else np.empty(0, np.int64)
             if len(rows):
                 mine[number, 0], mine[number, 1] = int(trained_N[rows].sum()), int((trained_N[rows] > 0).sum())
-        total = self._mesh.sum(mine.to(self._mesh.device)).cpu()
+        total = self._mesh.sum_of_data(mine.to(self._mesh.device)).cpu()
         return [
             (int(tokens) + absent[0], int(sequences) + absent[1])
             for (tokens, sequences), absent in zip(total.tolist(), shard.absent or repeat((0, 0)), strict=False)

@@ -14,13 +14,13 @@ from podium.data.splitting import split_step
 from podium.data.tasks import Task
 from podium.data.tokenizer import has_tokenizer, load_tokenizer, require_embeddings
 from podium.data.trajectories import TokenColumn
-from podium.engine.mesh import adopt
 from podium.engine.sharding import place_scalar
 from podium.errors import ModelError
 from podium.models.packing import round_tokens, to_device
 from podium.progress import mark_progress
 from podium.roles.carriers import Floats, GradeShard, Residency
 from podium.roles.interfaces import RewardModel, RewardModelSpec
+from podium.roles.learner import mesh_on
 from podium.roles.scorer import HeldTensors
 from podium.roles.texts import EpisodeText, TextReader
 from podium.rollout.engine import MemoryChange
@@ -32,7 +32,7 @@ class RewardModelRank(RewardModel):
     def __init__(self, context: WorkerContext, spec: RewardModelSpec) -> None:
         transformers.logging.set_verbosity_error()
         self._spec = spec
-        self._mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
+        self._mesh = mesh_on(context)
         self._reader = TextReader(load_tokenizer(spec.policy))
         tokenizer = load_tokenizer(spec.model if has_tokenizer(spec.folder) else spec.policy)
         self._encoder = ConversationEncoder(tokenizer)

@@ -15,7 +15,6 @@ from podium.data.tokenizer import has_tokenizer, load_tokenizer, require_same_to
 from podium.data.trajectories import TokenColumn, TrajectoryBlock
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter
 from podium.engine.checkpoint_files import Extras, SaveState
-from podium.engine.mesh import adopt
 from podium.engine.offload import OffloadedTensors
 from podium.engine.resuming import buffer_pieces, weight_pieces
 from podium.engine.scoring import score
@@ -27,7 +26,7 @@ from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency
 from podium.roles.distances import distance
 from podium.roles.interfaces import POLICY, NoSnapshot, Scorer, ScorerSpec, SnapshotBegun, StateSource
-from podium.roles.learner import LearnerRank
+from podium.roles.learner import LearnerRank, mesh_on
 from podium.roles.role_state import RoleState
 from podium.rollout.engine import MemoryChange
 
@@ -40,7 +39,7 @@ class ScorerRank(Scorer):
     def __init__(self, context: WorkerContext, spec: ScorerSpec) -> None:
         transformers.logging.set_verbosity_error()
         self._context, self._spec = context, spec
-        self._mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
+        self._mesh = mesh_on(context)
         self._model, self._held = place(
             spec.model,
             spec.folder,

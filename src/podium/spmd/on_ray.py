@@ -34,6 +34,7 @@ from podium.observe import Console
 from podium.observe.console import PlainConsole
 from podium.observe.recording import LogFile, tolerate_no_reader
 from podium.recipe import SpmdPlacementSection
+from podium.recipe.policy_mesh import no_place
 from podium.runs.folder import RunFolder
 from podium.runs.interrupts import InterruptHandler
 from podium.spmd.launch import RankPlace, Restart
@@ -75,8 +76,7 @@ class SpmdRank:
         context = self._context
         mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
         placement = task.recipe.placement
-        if placement.policy is not None:
-            mesh = with_axes(mesh, placement.policy.sizes(mesh.world), timeout_s=placement.timeout_s)
+        mesh = with_axes(mesh, placement.mesh_sizes, timeout_s=placement.timeout_s)
         where = RankPlace(
             rank=context.rank, world=context.world, attempt=0 if restart is None else restart.number, restart=restart,
             restarts_left=task.recipe.placement.restarts - (0 if restart is None else restart.number),
@@ -139,7 +139,7 @@ async def _started(placement: SpmdPlacementSection, cluster: Cluster, folder: Ru
         gpus = await in_thread(cluster.total, "GPU")
         return await cluster.start(_layout(placement, gpus, folder), timeouts)
     except PlacementError as error:
-        raise PlacementError(f"placement.devices: {placement.devices} ranks have no place. {error}") from error
+        raise no_place(placement.devices, "ranks", placement.mesh_sizes, error) from error
     except RoleError as error:
         raise _as_podium_error(error) from error
 
@@ -180,7 +180,7 @@ def _layout(placement: SpmdPlacementSection, gpus: float, folder: RunFolder) -> 
         raise PlacementError("placement.device: cuda is asked for and the Ray cluster has no GPU. Use cpu or auto.")
     each = Resources(cpus=1.0, gpus=1.0 if device == "cuda" else 0.0)
     return Layout(
-        pools=(Pool(name=_POOL, slots=placement.devices, each=each),),
+        pools=(Pool(name=_POOL, slots=placement.devices, each=each, together=placement.mesh_sizes.tensor),),
         roles=(
             RoleSpec(
                 name="rank",

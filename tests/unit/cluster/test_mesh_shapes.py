@@ -33,6 +33,17 @@ def test_a_shape_prints_only_the_axes_that_are_longer_than_one():
     assert str(MeshShape()) == "1 worker"
 
 
+def test_neighbours_may_get_the_same_data():
+    shape = MeshShape(shard=6, same_data=2)
+    assert (shape.world, shape.data_ranks, str(shape)) == (6, 3, "shard 6 (2 on the same data)")
+
+
+@pytest.mark.parametrize("same_data", [0, 4])
+def test_those_on_the_same_data_divide_the_mesh(same_data):
+    with pytest.raises(PlacementError, match=f"mesh of 6 workers .* {same_data} of them"):
+        MeshShape(shard=6, same_data=same_data)
+
+
 @pytest.mark.parametrize("axis", AXES)
 def test_an_axis_of_no_length_is_refused(axis):
     with pytest.raises(PlacementError, match=f"{axis} 0"):

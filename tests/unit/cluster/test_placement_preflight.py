@@ -50,6 +50,32 @@ def test_neighbours_that_must_share_a_node_are_one_bundle():
     assert [bundle.slots for bundle in bundles_of(gpus(3))] == [(0,), (1,), (2,)]
 
 
+def test_groups_of_neighbours_are_bundles_and_each_is_on_one_node():
+    bundles = bundles_of(gpus(6, together=2))
+    assert [(bundle.slots, bundle.needs) for bundle in bundles] == [
+        ((0, 1), {"GPU": 2.0}), ((2, 3), {"GPU": 2.0}), ((4, 5), {"GPU": 2.0}),
+    ]  # fmt: skip
+    three_each = (node("node-a", GPU=3.0, CPU=32.0), node("node-b", GPU=3.0, CPU=32.0), node("node-c", GPU=2.0))
+    assert sorted(placed(preflight(bundles, three_each))) == ["node-a", "node-b", "node-c"]
+
+
+def test_groups_that_no_two_nodes_can_share_are_refused_with_how_many_fit():
+    three_each = (node("node-a", GPU=3.0, CPU=32.0), node("node-b", GPU=3.0, CPU=32.0))
+    outcome = preflight(bundles_of(gpus(6, together=2)), three_each)
+    assert isinstance(outcome, TooLarge)
+    request, *_, advice = outcome.reason.splitlines()
+    assert re.search(r"\bpolicy\b.*3 × 2 slots on one node, each 2 GPU", request)
+    assert numbers(advice) == [3, 4, 4]  # a third GPU of a node is of no use
+    wide = preflight(bundles_of(gpus(8, together=4)), three_each)
+    assert isinstance(wide, TooLarge)
+    assert "Make what shares a node 3 or smaller" in wide.reason
+
+
+def test_groups_divide_the_slots_of_a_pool():
+    with pytest.raises(PlacementError, match="policy has 6 slots, and groups of 4"):
+        gpus(6, together=4)
+
+
 def test_eight_on_one_node_are_refused_where_the_nodes_have_four():
     outcome = preflight(bundles_of(gpus(8, one_node=True)), TWO_BY_FOUR)
     assert isinstance(outcome, TooLarge)

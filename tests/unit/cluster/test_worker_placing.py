@@ -109,6 +109,33 @@ def test_what_can_never_fit_is_refused_at_once():
     in_cluster(Nodes(a=2.0, b=2.0), body)
 
 
+def test_groups_of_slots_are_never_on_two_nodes():
+    transport = Nodes(a=3.0, b=3.0)
+
+    async def body(cluster):
+        await started(cluster, pool("learn", 4, together=2))
+        assert transport.where("learn") == ["a", "a", "b", "b"]
+
+    in_cluster(transport, body)
+
+
+def test_a_group_whose_node_is_gone_moves_as_a_whole():
+    transport = Nodes(a=2.0, b=3.0, c=2.0)
+
+    async def body(cluster):
+        workers = await started(cluster, pool("learn", 4, together=2))
+        first, second = transport.where("learn")[::2]
+        assert first != second
+        for worker in workers.role("role of learn", Counter).workers[:2]:
+            await workers.end_worker(worker)
+        del transport.cpus[first]
+        await workers.recover("learn", deadline_s=10)
+        (rest,) = {"a", "b", "c"} - {first, second}
+        assert transport.where("learn") == [rest, rest, second, second]
+
+    in_cluster(transport, body)
+
+
 def test_a_pool_waits_until_others_give_back_what_it_needs():
     transport = Nodes(a=2.0)
 

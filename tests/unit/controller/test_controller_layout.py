@@ -101,6 +101,28 @@ def test_colocated_roles_share_all_devices(here: Path) -> None:
     assert role_of(layout, "generator").arguments[0].learner == "policy"
 
 
+def test_a_tensor_group_gets_the_same_data_and_a_node(here: Path) -> None:
+    layout = _layout(on_policy_recipe(*EVERYTHING, "placement.policy={tensor: 2}"))
+
+    assert [(pool.name, pool.slots, pool.together) for pool in layout.pools] == [("train", 4, 2), ("graders", 3, 1)]
+    assert all(role.mesh == MeshShape(shard=4, same_data=2) for role in layout.roles[:5])
+    assert role_of(layout, "generator").mesh == MeshShape(replica=4)  # an engine on every device
+
+
+def test_ranks_that_replicate_or_shard_have_their_own_data_and_any_node(here: Path) -> None:
+    layout = _layout(on_policy_recipe(*EVERYTHING, "placement.policy={replicate: 2}"))
+
+    assert layout.pools[0].together == 1
+    assert role_of(layout, "policy").mesh == MeshShape(shard=4)
+
+
+def test_generators_with_devices_of_their_own_are_in_no_tensor_group(here: Path) -> None:
+    split = ("placement.layout=split", "placement.devices=3", "placement.rollout_devices=1")
+    layout = _layout(on_policy_recipe(*split, "placement.policy={tensor: 2}"))
+
+    assert [(pool.name, pool.slots, pool.together) for pool in layout.pools[:2]] == [("train", 2, 2), ("rollout", 1, 1)]
+
+
 def test_folders_are_those_of_each_role(here: Path) -> None:
     layout = _layout(on_policy_recipe(*EVERYTHING))
 

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.engines import make_engine, one_rank
+from helpers.thread_axis import ThreadAxis, on_threads
 from helpers.tiny import save_tiny_model
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
-from podium.engine.scoring import sampled_mask, score, scoring_batches
+from podium.engine.mesh import Mesh
+from podium.engine.scoring import _agreed, sampled_mask, score, scoring_batches
 from podium.engine.train_step import TrainEngine
 
 
@@ -90,3 +92,12 @@ def test_every_sampled_token_is_scored_once_within_the_budget(rows: list[tuple[i
         assert batch.packed.num_tokens <= max(budget, longest)
         targets = batch.packed.targets_T[batch.packed.weights_T > 0]
         assert targets.tolist() == block.tokens_T[batch.places_S].tolist()
+
+
+def test_a_tensor_group_agrees_on_the_values_of_its_first_rank() -> None:
+    def agreed(axis: ThreadAxis) -> list[float]:
+        mesh = Mesh(rank=axis.rank, world=3, device=torch.device("cpu"), devices=None, tensor=axis)  # type: ignore[arg-type]
+        return _agreed(np.array([0.1, -2.5, 0.0], np.float32) + np.float32(axis.rank), mesh).tolist()
+
+    first = np.array([0.1, -2.5, 0.0], np.float32).tolist()
+    assert on_threads(3, agreed) == [first] * 3

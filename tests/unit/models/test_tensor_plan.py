@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from helpers.made_batches import on_policy_recipe
 from helpers.recipes import make_recipe
 from podium.checks import problems_of
 from podium.models.tensor_plan import possible_sizes, undivided
@@ -30,6 +31,19 @@ def test_heads_that_do_not_divide_are_refused_with_the_nearest_shape(tmp_path: P
     (problem,) = problems(tmp_path, 4)
     assert "placement.policy.tensor: 4 does not divide num_key_value_heads 2 of model.path" in problem
     assert problem.endswith("Use placement.policy {replicate: 1, shard: 4, tensor: 2}.")
+
+
+def test_on_policy_programs_are_refused_by_the_devices_that_learn_and_by_models_beside(tmp_path: Path) -> None:
+    for name, heads in (("model", 4), ("judge", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**CONFIG, "num_key_value_heads": heads}))
+    recipe = on_policy_recipe(
+        f"model.path={tmp_path / 'model'}", f"reward=[{{model: {tmp_path / 'judge'}}}]", "placement.layout=split",
+        "placement.devices=6", "placement.rollout_devices=2", "placement.policy={tensor: 4}",
+    )  # fmt: skip
+    (problem,) = [str(each) for each in problems_of(recipe) if "placement.policy" in str(each)]
+    assert "placement.policy.tensor: 4 does not divide num_key_value_heads 2 of reward.0.model" in problem
+    assert problem.endswith("Use placement.policy {replicate: 1, shard: 2, tensor: 2}.")
 
 
 def test_what_divides_is_accepted(tmp_path: Path) -> None:

@@ -73,6 +73,15 @@ def test_micro_batches_are_counted_by_the_tokens_of_a_learner(tmp_path: Path) ->
     assert (shape.passes, shape.optimizer_steps, shape.epochs, shape.episodes) == (8, 4, 2, 128.0)
 
 
+def test_a_tensor_group_goes_through_the_tokens_of_all_its_learners(tmp_path: Path) -> None:
+    choices, base = choices_of(recipe_in(tmp_path, placement={"devices": 4, "policy": {"tensor": 2}}))
+
+    assert choices.update_shape(base).passes == 32
+    assert choices.update_shape(replace(base, devices=8)).passes == 16
+    assert choices.variants(base)
+    assert not choices.variants(replace(base, devices=5))  # 2 does not divide 5
+
+
 def test_references_and_corrections_are_scored(tmp_path: Path) -> None:
     assert choices_of(recipe_in(tmp_path))[0].update_shape(Configuration(layout="colocated", devices=2)).scores == 0
     recipe = recipe_in(tmp_path, algorithm={"kl": {"coefficient": 0.01}, "epochs": 2})

@@ -298,6 +298,21 @@ def test_every_program_has_a_plan(
     assert plan.lines()[0].startswith("memory, ")
 
 
+def test_learners_hold_their_part_of_the_model_by_the_axes_of_the_policy(tmp_path: Path) -> None:
+    folder, split = folder_of(QWEN, tmp_path), ("placement.layout=split", "placement.rollout_devices=2")
+    h100 = device_named("H100")
+
+    def update(policy: str, *changes: str) -> memory.PhaseMemory:
+        recipe = grpo(folder, "placement.devices=6", f"placement.policy={policy}", "data.max_length=2048", *changes)
+        return next(each for each in memory_of(recipe, h100).phases if each.phase == "update")
+
+    four = update("null", *split).of("optimizer moments")
+    assert update("{shard: 2, tensor: 2}", *split).of("optimizer moments") == pytest.approx(four, rel=1e-3)
+    assert update("{replicate: 2, tensor: 2}", *split).of("optimizer moments") == pytest.approx(2 * four, rel=1e-3)
+    whole = update("{replicate: 3}", "placement.rollout_devices=3", split[0]).of("optimizer moments")
+    assert whole == pytest.approx(4 * four, rel=1e-3)
+
+
 @pytest.mark.parametrize("layout", ["split", "elastic"])
 def test_both_sides_of_a_split_share_the_memory_of_a_cpu_machine(tmp_path: Path, layout: str) -> None:
     folder = save_tiny_model("qwen3", tmp_path)

@@ -7,9 +7,10 @@ import itertools
 
 import pytest
 
+from helpers.made_batches import on_policy_recipe
 from helpers.recipes import make_recipe
 from podium.errors import PlacementError, RecipeError
-from podium.recipe.policy_mesh import MeshSizes, PolicyMeshSection, nearest
+from podium.recipe.policy_mesh import MeshSizes, PolicyMeshSection, nearest, no_place
 
 
 def test_shard_takes_the_devices_that_the_other_axes_leave() -> None:
@@ -66,3 +67,29 @@ def test_a_recipe_refuses_axes_that_do_not_give_its_devices() -> None:
 def test_the_vocabulary_is_padded_so_that_the_tensor_axis_divides_it() -> None:
     with pytest.raises(RecipeError, match=r"model\.pad_vocab_to: 1 is no multiple .* Use 2\."):
         make_recipe("placement.devices=2", "placement.policy={tensor: 2}", "model.pad_vocab_to=1")
+
+
+def test_on_policy_programs_have_the_axes_of_the_devices_that_learn() -> None:
+    colocated = on_policy_recipe("placement.devices=4", "placement.policy={tensor: 2}")
+    assert colocated.placement.mesh_sizes == MeshSizes(shard=2, tensor=2)
+    split = ("placement.layout=split", "placement.devices=6", "placement.rollout_devices=2")
+    apart = on_policy_recipe(*split, "placement.policy={tensor: 2, replicate: 2}")
+    assert apart.placement.mesh_sizes == MeshSizes(replicate=2, tensor=2)
+    assert on_policy_recipe(*split).placement.mesh_sizes == MeshSizes(shard=4)
+    with pytest.raises(RecipeError, match=r"there are 4 devices\. Use \{replicate: 1, shard: 2, tensor: 2\}"):
+        on_policy_recipe(*split, "placement.policy={shard: 3, tensor: 2}")
+
+
+def test_the_vocabulary_of_an_on_policy_program_is_divided_too() -> None:
+    with pytest.raises(RecipeError, match=r"model\.pad_vocab_to: 1 is no multiple .*Use 2\."):
+        on_policy_recipe("placement.devices=2", "placement.policy={tensor: 2}", "model.pad_vocab_to=1")
+
+
+def test_a_group_without_a_node_is_explained_in_words_of_the_recipe() -> None:
+    error = no_place(4, "devices", MeshSizes(shard=2, tensor=2), PlacementError("pool train asks for too much."))
+    assert str(error).splitlines() == [
+        "placement.devices: 4 devices have no place. pool train asks for too much.",
+        "The 2 ranks of a tensor group (placement.policy.tensor) share a node.",
+    ]
+    plain = no_place(4, "ranks", MeshSizes(shard=4), PlacementError("pool ranks asks for too much."))
+    assert str(plain) == "placement.devices: 4 ranks have no place. pool ranks asks for too much."

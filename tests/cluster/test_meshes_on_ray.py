@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`placement.policy` on real Ray: runs whose learners replicate, shard or divide the model compute what one process
+does, in every layout, and continue on another mesh."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from golden.runs import make_task, recipe, train
+from helpers.on_policy import numbers
+from helpers.runs import losses, tiny_recipe
+from podium import api
+from podium.engine.checkpoint import newest_usable
+from podium.observe import read_metrics
+from podium.replaying import ReplayResult
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+INLINE = {"launcher": "inline", "layout": "colocated", "devices": 1}
+TENSOR = {"policy": {"tensor": 2}}
+COLOCATED = {"layout": "colocated", "devices": 2}
+SPLIT = {"layout": "split", "devices": 3, "rollout_devices": 1}
+ELASTIC = {"layout": "elastic", "devices": 3, "rollout_devices": 1}
+CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "grpo": ("grpo", {**COLOCATED, **TENSOR}),
+    "grpo, split": ("grpo", {**SPLIT, **TENSOR}),
+    "agent, elastic": ("tool-agent", {**ELASTIC, **TENSOR}),
+    "ppo": ("ppo", {**COLOCATED, **TENSOR}),
+    "distillation, replicas": ("on-policy-distillation", {**COLOCATED, "policy": {"replicate": 2}}),
+    "distillation, split": ("on-policy-distillation", {**SPLIT, **TENSOR}),
+    "adapter": ("lora-grpo", {**COLOCATED, **TENSOR}),
+    "grpo, four": ("grpo", {"layout": "colocated", "devices": 4, "policy": {"shard": 2, "tensor": 2}}),
+}
+# What depends on the layout: tokens that engines generate, and devices that change sides.
+OF_LAYOUTS = ("rollout/", "lending/", "learner/", "response/trained_mean", "staleness/", "groups/void/")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("meshes-on-ray")
+    make_task(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(task: Path) -> dict[str, Path]:
+    """Method -> its run in one process, filled as tests ask for it."""
+    return {}
+
+
+def run_of(task: Path, method: str, name: str, placement: Mapping[str, Any], **changes: Any) -> Path:
+    values = recipe(method) | changes
+    values |= {"placement": {**values["placement"], **placement}, "run": {**values["run"], "name": name}}
+    return train(values, task)
+
+
+def require_same(run: Path, other: Path) -> None:
+    """All metrics of all steps, as far as they do not depend on the layout."""
+    found, wanted = numbers(run), numbers(other)
+    assert found.keys() == wanted.keys()
+    for step, values in wanted.items():
+        compared = {name: value for name, value in values.items() if not name.startswith(OF_LAYOUTS)}
+        assert len(compared) > 20 or step == 0
+        for name, value in compared.items():
+            assert found[step][name] == pytest.approx(value, rel=1e-4, abs=1e-5), (step, name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_on_a_mesh_has_the_numbers_of_one_process(
+    task: Path, alone: dict[str, Path], case: str, local_ray: None
+) -> None:
+    method, placement = CASES[case]
+    if method not in alone:
+        alone[method] = run_of(task, method, f"{method}-alone", INLINE)
+
+    name = case.replace(", ", "-")
+    run = run_of(task, method, name, {"launcher": "ray", **placement})
+
+    require_same(run, alone[method])
+    said = " ".join((task / f"{name}.log").read_text().split())
+    axes = said.partition("learn {")[2].partition("}")[0]
+    assert f"tensor: {placement['policy'].get('tensor', 1)}" in axes
+
+
+def test_a_run_continues_on_other_meshes_and_is_replayed(task: Path, local_ray: None) -> None:
+    optimizer = {**recipe("grpo")["optimizer"], "schedule": "constant"}
+    steady = {"optimizer": optimizer, "checkpoint": {"every": 2, "keep": 9, "background": False}}
+    whole = run_of(task, "grpo", "whole", INLINE, **steady, steps=6)
+    parts = run_of(task, "grpo", "parts", {"launcher": "ray", **COLOCATED, **TENSOR}, **steady, steps=2)
+    with contextlib.chdir(task):
+        api.resume(parts, overrides=["steps=4", "placement.launcher=inline", "placement.devices=1", NO_POLICY])
+        divided = ["placement.launcher=ray", "placement.devices=2", "placement.policy={tensor: 2}"]
+        api.resume(parts, overrides=["steps=6", *divided])
+
+        require_same(parts, whole)
+        assert newest_usable(parts / "checkpoints").step == 6
+        replayed = api.replay(parts)
+    assert isinstance(replayed, ReplayResult)
+    require_same(replayed.folder, whole)
+
+
+NO_POLICY = "placement.policy=null"
+
+
+@pytest.mark.parametrize("axis", ["tensor", "replicate"])
+def test_a_run_on_fixed_data_has_the_losses_of_one_rank(task: Path, axis: str, local_ray: None) -> None:
+    def run(name: str, placement: Mapping[str, Any]) -> Path:
+        values = tiny_recipe(task / "model", task / "chats.jsonl", task / "runs", name, placement=dict(placement))
+        api.train(values)
+        return task / "runs" / name
+
+    single = run(f"one-for-{axis}", {})
+    several = run(f"two-by-{axis}", {"launcher": "ray", "devices": 2, "policy": {axis: 2}})
+
+    assert losses(several) == pytest.approx(losses(single), rel=1e-5)
+    last = [metrics.values for metrics in read_metrics(several / "metrics.jsonl")][-1]
+    wanted = [metrics.values for metrics in read_metrics(single / "metrics.jsonl")][-1]
+    assert last["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
