@@ -350,16 +350,11 @@ def update_on_meshes(
 
 def update_on(mesh: Mesh, task: UpdateTask) -> UpdateResult:
     """The same on a mesh that stands."""
-    engine = recording_engine(task.policy, mesh, **task.model)
-    with torch.no_grad():  # an adapter begins at zero, where half of its gradients are
-        for each in engine.optimizer.trained:
-            if ".lora_B." in each.name:
-                whole = torch.linspace(-0.3, 0.3, each.shape[0] * each.shape[1]).view(each.shape)
-                each.master.copy_(whole[each.box.slices()])
-                each.publish()
+    engine = _engine_of(mesh, task)
     scored_T = score(engine.language_model, mesh, task.episodes.block, temperature=task.episodes.temperature).values_T
     by_case = {name: run_update(engine, task.episodes, case) for name, case in task.cases.items()}
     lopsided = run_update(engine, task.episodes, CASES["clipped"], max_tokens=13)
+    engine = _engine_of(mesh, task)  # updates with lr 0 change moments
     run_update(engine, task.episodes, CASES["entropy"], steps=4, lr=1e-3)
     weights = assembled(engine, {each.name: each.master for each in engine.optimizer.trained})
     return UpdateResult(
@@ -369,6 +364,17 @@ def update_on(mesh: Mesh, task: UpdateTask) -> UpdateResult:
         estimated=estimate_and_learn(mesh, task.critic, task.episodes, gamma=0.95, lam=0.9),
         scored_T=scored_T,
     )
+
+
+def _engine_of(mesh: Mesh, task: UpdateTask) -> RecordingEngine:
+    engine = recording_engine(task.policy, mesh, **task.model)
+    with torch.no_grad():  # an adapter begins at zero, where half of its gradients are
+        for each in engine.optimizer.trained:
+            if ".lora_B." in each.name:
+                whole = torch.linspace(-0.3, 0.3, each.shape[0] * each.shape[1]).view(each.shape)
+                each.master.copy_(whole[each.box.slices()])
+                each.publish()
+    return engine
 
 
 # --- whole runs ---
