@@ -36,8 +36,10 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "adapter": ("lora-grpo", {**COLOCATED, **TENSOR}),
     "grpo, four": ("grpo", {"layout": "colocated", "devices": 4, "policy": {"shard": 2, "tensor": 2}}),
 }
-# What depends on the layout: tokens that engines generate, and devices that change sides.
-OF_LAYOUTS = ("rollout/", "lending/", "learner/", "response/trained_mean", "staleness/", "groups/void/")
+# What depends on the layout: tokens that engines generate, devices that change sides, and shares of the batch.
+OF_LAYOUTS = (
+    "rollout/", "lending/", "learner/", "response/trained_mean", "staleness/", "groups/void/", "imbalance",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -87,24 +89,23 @@ def test_a_run_on_a_mesh_has_the_numbers_of_one_process(
     assert f"tensor: {placement['policy'].get('tensor', 1)}" in axes
 
 
-def test_a_run_continues_on_other_meshes_and_is_replayed(task: Path, local_ray: None) -> None:
+def test_a_run_is_replayed_and_continues_on_other_meshes(task: Path, local_ray: None) -> None:
     optimizer = {**recipe("grpo")["optimizer"], "schedule": "constant"}
-    steady = {"optimizer": optimizer, "checkpoint": {"every": 2, "keep": 9, "background": False}}
+    rollout = {**recipe("grpo")["rollout"], "record": True}
+    steady = {"optimizer": optimizer, "rollout": rollout, "checkpoint": {"every": 2, "background": False}}
     whole = run_of(task, "grpo", "whole", INLINE, **steady, steps=6)
     parts = run_of(task, "grpo", "parts", {"launcher": "ray", **COLOCATED, **TENSOR}, **steady, steps=2)
+    one = ["placement.launcher=inline", "placement.devices=1", "placement.policy=null"]
+    two = ["placement.launcher=ray", "placement.devices=2", "placement.policy={tensor: 2}"]
     with contextlib.chdir(task):
-        api.resume(parts, overrides=["steps=4", "placement.launcher=inline", "placement.devices=1", NO_POLICY])
-        divided = ["placement.launcher=ray", "placement.devices=2", "placement.policy={tensor: 2}"]
-        api.resume(parts, overrides=["steps=6", *divided])
-
-        require_same(parts, whole)
-        assert newest_usable(parts / "checkpoints").step == 6
         replayed = api.replay(parts)
-    assert isinstance(replayed, ReplayResult)
-    require_same(replayed.folder, whole)
+        assert isinstance(replayed, ReplayResult)
+        assert replayed.is_identical, replayed.lines()
+        api.resume(parts, overrides=["steps=4", *one])
+        api.resume(parts, overrides=["steps=6", *two])
 
-
-NO_POLICY = "placement.policy=null"
+    require_same(parts, whole)
+    assert newest_usable(parts / "checkpoints").step == 6
 
 
 @pytest.mark.parametrize("axis", ["tensor", "replicate"])
