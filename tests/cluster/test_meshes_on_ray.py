@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from golden.runs import make_task, recipe, train
 from helpers.on_policy import numbers
 from helpers.runs import losses, tiny_recipe
+from helpers.tiny import tiny_config, tiny_tokenizer
 from podium import api
 from podium.engine.checkpoint import newest_usable
 from podium.observe import read_metrics
@@ -34,7 +37,15 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "distillation, replicas": ("on-policy-distillation", {**COLOCATED, "policy": {"replicate": 2}}),
     "distillation, split": ("on-policy-distillation", {**SPLIT, **TENSOR}),
     "adapter": ("lora-grpo", {**COLOCATED, **TENSOR}),
+    "judged": ("judged", {**COLOCATED, **TENSOR}),
     "grpo, four": ("grpo", {"layout": "colocated", "devices": 4, "policy": {"shard": 2, "tensor": 2}}),
+}
+# Of golden runs, but for these: a reward model whose vocabulary is not divided, and a reference that is refreshed.
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "judged": {
+        "reward": [{"model": "judge"}, {"function": "task.py:digits"}],
+        "algorithm": {"kl": {"coefficient": 0.05, "refresh_every": 2}, "proximal": "always"},
+    }
 }
 # What depends on the layout: tokens that engines generate, devices that change sides, and shares of the batch.
 OF_LAYOUTS = (
@@ -46,6 +57,11 @@ OF_LAYOUTS = (
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("meshes-on-ray")
     make_task(folder)
+    tokenizer = tiny_tokenizer()
+    config = tiny_config("qwen3", num_labels=1, vocab_size=len(tokenizer) | 1, pad_token_id=tokenizer.pad_token_id)
+    torch.manual_seed(5)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "judge")
+    tokenizer.save_pretrained(folder / "judge")
     return folder
 
 
@@ -56,7 +72,7 @@ def alone(task: Path) -> dict[str, Path]:
 
 
 def run_of(task: Path, method: str, name: str, placement: Mapping[str, Any], **changes: Any) -> Path:
-    values = recipe(method) | changes
+    values = recipe("grpo" if method in CHANGES else method) | CHANGES.get(method, {}) | changes
     values |= {"placement": {**values["placement"], **placement}, "run": {**values["run"], "name": name}}
     return train(values, task)
 

@@ -75,6 +75,7 @@ class ScorerRank(Scorer):
         """Copies the weights of the colocated learner."""
         self._state.begin_change()
         learner = self._context.colocated_role(role, LearnerRank)
+        reshard(self._model)  # else the next forward reads what the last one has gathered
         with torch.no_grad():
             masters = {each.name: each.master for each in (*learner.engine.optimizer.trained, *learner.engine.frozen)}
             assert masters.keys() == {each.name for each in self._held}
