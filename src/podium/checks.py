@@ -26,6 +26,7 @@ from podium.environments.reward_columns import require_reward_columns
 from podium.environments.rewards import check_rewards, declared_reward
 from podium.environments.signatures import require_options
 from podium.errors import PodiumError, RecipeError, counted
+from podium.models import context_plan
 from podium.models.adapter_folder import check_adapter
 from podium.models.folder import check_model_folder, check_speaks, read_config
 from podium.models.tensor_plan import KEY, possible_sizes, undivided, unsupported_type
@@ -139,17 +140,31 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
         yield lambda: check_speaks(model.path, "model.path")
     if recipe.placement.policy is not None and recipe.placement.policy.tensor > 1:
         yield partial(_check_tensor_axis, recipe.placement.policy, recipe.placement.training_devices, recipe)
+    if recipe.placement.policy is not None and recipe.placement.policy.context > 1:
+        yield partial(_check_context_axis, recipe)
+
+
+def _text_configs(recipe: Recipe) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Key, path and config of the policy and of every model that is placed beside it. A folder without a config is
+    another look's; a hub id's is read by the run, before its first step."""
+    models = {"model.path": recipe.model.path} | {other.key: other.path for other in _other_models(recipe)}
+    for key, path in models.items():
+        if (Path(path) / "config.json").is_file():
+            config = read_config(Path(path), key)
+            yield key, path, config.get("text_config") or config
+
+
+def _check_context_axis(recipe: Recipe) -> None:
+    """That the tokens of all models can be divided over the context axis."""
+    for key, _, config in _text_configs(recipe):
+        reason = context_plan.unsupported_type(str(config.get("model_type")))
+        if reason is not None:
+            raise RecipeError(f"{context_plan.KEY}: {key}: {reason}")
 
 
 def _check_tensor_axis(policy: PolicyMeshSection, devices: int, recipe: Recipe) -> None:
-    """That the policy, and every model that is placed beside it, can be divided over the tensor axis. A folder without
-    a config is another look's."""
-    models = {"model.path": recipe.model.path} | {other.key: other.path for other in _other_models(recipe)}
-    for key, path in models.items():
-        if not (Path(path) / "config.json").is_file():
-            continue  # a hub id: the run says it, before its first step
-        config = read_config(Path(path), key)
-        config = config.get("text_config") or config
+    """That all models can be divided over the tensor axis."""
+    for key, path, config in _text_configs(recipe):
         reason = unsupported_type(str(config.get("model_type")))
         if reason is not None:
             raise RecipeError(f"{KEY}: {key}: {reason}")

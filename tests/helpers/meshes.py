@@ -77,7 +77,7 @@ def mesh_rank(place: RankPlace, task: MeshTask) -> dict[str, OnMesh]:
 
 
 def name_of(sizes: MeshSizes) -> str:
-    return f"r{sizes.replicate}s{sizes.shard}t{sizes.tensor}"
+    return f"r{sizes.replicate}s{sizes.shard}c{sizes.context}t{sizes.tensor}"
 
 
 def _on(mesh: Mesh, task: MeshTask, folder: Path, loads: list[Path]) -> OnMesh:

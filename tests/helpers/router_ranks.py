@@ -14,8 +14,9 @@ from helpers.engines import LENGTHS, make_engine, num_trained, random_documents
 from helpers.ranks import all_on_rank_0, dealt, mesh_of, whole_gradient
 from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import Document
-from podium.engine.mesh import Mesh
+from podium.engine.mesh import Mesh, with_axes
 from podium.engine.train_step import TrainEngine
+from podium.recipe.policy_mesh import MeshSizes
 from podium.spmd.launch import RankPlace
 
 COEFFICIENT = 0.5
@@ -60,7 +61,12 @@ def routed_on(mesh: Mesh, folder: Path, **model: str) -> RoutedResult:
     return RoutedResult(gradients=gradients, metrics=report.routers.metrics())
 
 
-def routed_rank(place: RankPlace, folder: Path) -> tuple[RoutedResult, RoutedResult]:
-    """With and without activation checkpointing."""
+def routed_rank(place: RankPlace, folder: Path) -> dict[str, RoutedResult]:
+    """With and without activation checkpointing; and over a context axis, with it."""
     with mesh_of(place) as mesh:
-        return routed_on(mesh, folder), routed_on(mesh, folder, activation_checkpointing="layers")
+        divided = with_axes(mesh, MeshSizes(context=2), timeout_s=120)
+        return {
+            "sharded": routed_on(mesh, folder),
+            "recomputed": routed_on(mesh, folder, activation_checkpointing="layers"),
+            "context": routed_on(divided, folder, activation_checkpointing="layers"),
+        }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor axis whose ranks are threads of one process, for tests without process groups."""
+"""Axes whose ranks are threads of one process, for tests without process groups."""
 
 from __future__ import annotations
 
@@ -43,13 +43,27 @@ class ThreadAxis:
         return all_values
 
 
-def on_threads(size: int, work: Callable[[Any], ResultT]) -> list[ResultT]:
+class ThreadContext(ThreadAxis):
+    """Has the methods of ContextAxis."""
+
+    def gather(self, part: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.stack(self._exchange(part))
+
+    def add_up(self, parts: Tensor) -> Tensor:
+        return torch.stack(self._exchange(parts)).sum(0)[self.rank]
+
+    def swap(self, parts: Tensor) -> Tensor:
+        assert len(parts) == self.size
+        return torch.stack([each[self.rank] for each in self._exchange(parts)])
+
+
+def on_threads(size: int, work: Callable[[Any], ResultT], kind: type[ThreadAxis] = ThreadAxis) -> list[ResultT]:
     """Calls `work(axis)` on each rank."""
     barrier, shared = threading.Barrier(size, timeout=30), dict[int, Tensor]()
 
     def rank_work(rank: int) -> ResultT:
         try:
-            return work(ThreadAxis(rank, size, barrier, shared))
+            return work(kind(rank, size, barrier, shared))
         except BaseException:
             barrier.abort()
             raise

@@ -52,7 +52,15 @@ from podium.spmd.launch import launch
 SAME = 1e-5
 MESHES = [
     pytest.param(sizes, marks=pytest.mark.slow, id=name_of(sizes))
-    for sizes in (MeshSizes(shard=2), MeshSizes(shard=4), MeshSizes(tensor=2), MeshSizes(replicate=2, tensor=2))
+    for sizes in (
+        MeshSizes(shard=2),
+        MeshSizes(shard=4),
+        MeshSizes(tensor=2),
+        MeshSizes(replicate=2, tensor=2),
+        MeshSizes(context=2),
+        MeshSizes(shard=2, context=2),
+        MeshSizes(context=2, tensor=2),
+    )
 ]
 TOP = 7
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs on two ranks that replicate or divide the model: the losses and answers of one rank, and checkpoints that
-continue on any of them."""
+"""Whole runs on two ranks that replicate or divide the model, or divide tokens: the losses and answers of one rank,
+and checkpoints that continue on any of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from podium.observe import read_metrics
 from podium.recipe import Recipe
 
 pytestmark = pytest.mark.slow
-AXES = ("replicate", "tensor")
+AXES = ("replicate", "tensor", "context")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_its_export_is_what_a_single_device_exports(runs: Path, axis: str, tmp_p
 def test_a_run_continues_on_another_mesh(tiny_folder: Path, data: Path, tmp_path: Path, runs: Path) -> None:
     short = recipe(tiny_folder, data, tmp_path, "parts", "tensor").model_copy(update={"steps": 3})
     api.train(short)
-    api.resume(tmp_path / "parts", overrides=["steps=6", "placement.policy={replicate: 2}"])
+    api.resume(tmp_path / "parts", overrides=["steps=6", "placement.policy={context: 2}"])
     api.resume(tmp_path / "parts", overrides=[f"steps={STEPS}", "placement.policy=null", "placement.devices=1"])
     assert losses(tmp_path / "parts") == pytest.approx(losses(runs / "alone"), rel=1e-5)
     assert newest_usable(tmp_path / "parts" / "checkpoints").step == STEPS

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes of the axes replicate, shard and tensor on 2, 4 and 8 ranks over gloo: gradients, norms, losses and weights
-are those of one rank, and checkpoints fit any of them."""
+"""Meshes of the axes replicate, shard, context and tensor on 2, 4 and 8 ranks over gloo: gradients, norms, losses and
+weights are those of one rank, and checkpoints fit any of them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,23 @@ from podium.spmd.launch import launch
 pytestmark = pytest.mark.slow
 SAME = 1e-5
 SHAPES = {
-    2: (MeshSizes(replicate=2), MeshSizes(tensor=2)),
+    2: (MeshSizes(replicate=2), MeshSizes(tensor=2), MeshSizes(context=2)),
     4: (
         MeshSizes(replicate=2, shard=2),
         MeshSizes(shard=2, tensor=2),
         MeshSizes(replicate=2, tensor=2),
         MeshSizes(tensor=4),
+        MeshSizes(context=4),
+        MeshSizes(shard=2, context=2),
+        MeshSizes(replicate=2, context=2),
+        MeshSizes(context=2, tensor=2),
     ),
     8: (
         MeshSizes(replicate=2, shard=2, tensor=2),
         MeshSizes(shard=2, tensor=4),
         MeshSizes(replicate=4, shard=2),
+        MeshSizes(replicate=2, context=2, tensor=2),
+        MeshSizes(context=4, tensor=2),  # two heads for four ranks: these have all keys
     ),
 }
 NAMES = [(world, name_of(sizes)) for world, shapes in SHAPES.items() for sizes in shapes]
@@ -137,7 +143,11 @@ def test_checkpoints_of_each_mesh_are_loaded_on_the_next_ones_bit_for_bit(
                 assert same(state, saved[path]), f"{path} on {name}"
                 num_compared += 1
             saved[name] = found.saved
-    assert num_compared == (1 + 2) + (2 + 3 + 4 + 5) + (4 + 5 + 6)
+    wanted, before = 0, 1  # each loads what the number of ranks before it has saved, and what the meshes before it have
+    for shapes in SHAPES.values():
+        wanted += sum(before + at for at in range(len(shapes)))
+        before = len(shapes)
+    assert num_compared == wanted
     for world, name in NAMES:
         reader = newest_usable(folder / f"by-{world}" / name)
         engine = make_engine(folder / MODELS[0], optimizer=OPTIMIZER, checkpoint=reader)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load-balancing loss, statistics and router replay of a sharded mixture: what one rank computes."""
+"""Load-balancing loss, statistics and router replay of a mixture whose weights or tokens are divided: what one rank
+computes."""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ def alone(folder: Path) -> RoutedResult:
     return routed_on(one_rank(), folder)
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("how", ["sharded", "recomputed", "context"])
 @pytest.mark.parametrize("name", ["dealt", "lopsided", "replayed"])
 def test_ranks_together_have_the_gradient_of_one(
-    alone: RoutedResult, two_ranks: tuple[RoutedResult, RoutedResult], name: str, recomputes: bool
+    alone: RoutedResult, two_ranks: dict[str, RoutedResult], name: str, how: str
 ) -> None:
-    assert relative_l2(two_ranks[recomputes].gradients[name], alone.gradients[name]) < SAME
+    assert relative_l2(two_ranks[how].gradients[name], alone.gradients[name]) < SAME
 
 
 def test_documents_on_one_rank_alone_change_nothing(alone: RoutedResult) -> None:
@@ -41,9 +42,9 @@ def test_documents_on_one_rank_alone_change_nothing(alone: RoutedResult) -> None
     assert relative_l2(alone.gradients["replayed"], alone.gradients["dealt"]) > 1e-2
 
 
-def test_statistics_are_of_all_ranks(alone: RoutedResult, two_ranks: tuple[RoutedResult, RoutedResult]) -> None:
+def test_statistics_are_of_all_ranks(alone: RoutedResult, two_ranks: dict[str, RoutedResult]) -> None:
     assert set(alone.metrics) == {f"router/{name}" for name in METRICS}
-    for result in two_ranks:
+    for result in two_ranks.values():
         assert result.metrics == pytest.approx(alone.metrics, rel=1e-5)
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks that replicate a model, or divide its layers: the gradients, losses and weights of one rank. (The slow
-group has more meshes and architectures.)"""
+"""Two ranks that replicate a model, or divide its layers or its tokens: the gradients, losses and weights of one rank.
+(The slow group has more meshes and architectures.)"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from podium.engine.resuming import restore_optimizer
 from podium.recipe.policy_mesh import MeshSizes
 
 SAME = 1e-5
-SHAPES = (MeshSizes(replicate=2), MeshSizes(tensor=2))
+SHAPES = (MeshSizes(replicate=2), MeshSizes(tensor=2), MeshSizes(context=2))
 
 
 def make_folder(folder: Path) -> None:
@@ -51,9 +51,10 @@ def test_two_ranks_have_the_gradients_losses_and_weights_of_one(
 def test_their_checkpoints_are_read_by_each_other_and_by_one_rank_bit_for_bit(
     folder: Path, two_ranks: dict[str, OnMesh]
 ) -> None:
-    replicated, divided = (two_ranks[name_of(sizes)] for sizes in SHAPES)
-    for name, tensor in divided.loaded[name_of(SHAPES[0])].items():
-        assert torch.equal(tensor, replicated.saved[name]), name
+    for at, sizes in enumerate(SHAPES):
+        for before in map(name_of, SHAPES[:at]):
+            for name, tensor in two_ranks[name_of(sizes)].loaded[before].items():
+                assert torch.equal(tensor, two_ranks[before].saved[name]), name
     for sizes in SHAPES:
         reader = newest_usable(folder / "saved" / name_of(sizes))
         engine = make_engine(folder / "qwen3", optimizer=OPTIMIZER, checkpoint=reader)

@@ -53,6 +53,7 @@ TORCH_FREE = (
     "spmd.on_ray",
     "models.adapter_folder",
     "models.folder",
+    "models.context_plan",
     "models.tensor_plan",
     "models.cost",
     "models.cpu_settings",

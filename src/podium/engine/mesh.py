@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from podium.engine.addresses import DeviceKind, Meeting
 from podium.engine.meeting import join_default_group
 from podium.errors import LaunchError
+from podium.models.context_axis import ContextAxis
 from podium.models.tensor_axis import TensorAxis
 from podium.recipe import PlacementSection
 from podium.recipe.policy_mesh import MeshSizes
@@ -28,8 +29,10 @@ class Mesh:
     rank: int
     world: int
     device: torch.device
-    devices: DeviceMesh | None  # of FSDP: `shard`, or `replicate` and `shard`; ranks of other tensor parts have others
+    # Of FSDP: `shard`, or `replicate` and `shard`; ranks of a context group shard too. Other tensor parts have others.
+    devices: DeviceMesh | None
     tensor: TensorAxis | None = None  # ranks that compute one model together, on the same data
+    context: ContextAxis | None = None  # ranks that compute parts of the same tokens
 
     @property
     def is_main(self) -> bool:
@@ -39,17 +42,35 @@ class Mesh:
     @property
     def data_ranks(self) -> int:
         """Number of ranks that get different data."""
-        return self.world if self.tensor is None else self.world // self.tensor.size
+        return self.world // self._ranks_of_data
 
     @property
     def data_rank(self) -> int:
-        """This rank's number among those; ranks of one tensor group have the same."""
-        return self.rank if self.tensor is None else self.rank // self.tensor.size
+        """This rank's number among those; ranks of one tensor or context group have the same."""
+        return self.rank // self._ranks_of_data
+
+    @property
+    def _ranks_of_data(self) -> int:
+        return self._tensor_size * (1 if self.context is None else self.context.size)
+
+    @property
+    def _tensor_size(self) -> int:
+        return 1 if self.tensor is None else self.tensor.size
+
+    @property
+    def token_rank(self) -> int:
+        """This rank's number among those that compute different tokens; ranks of one tensor group have the same."""
+        return self.rank // self._tensor_size
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank counts what its tokens give: one of a tensor group does, all of a context group do."""
+        return self.tensor is None or self.tensor.rank == 0
 
     @property
     def speaks_for_data(self) -> bool:
-        """Whether this rank counts what its data gives: one of a tensor group does."""
-        return self.tensor is None or self.tensor.rank == 0
+        """Whether this rank counts what its data gives: one of a tensor group and of a context group does."""
+        return self.counts_tokens and (self.context is None or self.context.rank == 0)
 
     @property
     def replica(self) -> int:
@@ -63,12 +84,17 @@ class Mesh:
         return values
 
     def sum_of_data(self, values: Tensor) -> Tensor:
-        """Element-wise sum over the ranks with different data, of values that a tensor group computes alike. On all
-        ranks."""
+        """Element-wise sum over the ranks with different data, of values that the other ranks of their groups have
+        too. On all ranks."""
         return self.sum(values if self.speaks_for_data else torch.zeros_like(values))
 
+    def sum_of_tokens(self, values: Tensor) -> Tensor:
+        """Element-wise sum over the ranks with different tokens, of values that a tensor group computes alike: losses
+        and what objectives count. On all ranks."""
+        return self.sum(values if self.counts_tokens else torch.zeros_like(values))
+
     def sum_over_data(self, values: Tensor) -> Tensor:
-        """Element-wise sum over the ranks with different data, for each tensor part by itself."""
+        """Element-wise sum over the ranks with different tokens, for each tensor part by itself."""
         if self.tensor is None:
             return self.sum(values)
         assert self.devices is not None
@@ -151,9 +177,14 @@ def join(
 def with_axes(mesh: Mesh, sizes: MeshSizes, *, timeout_s: float) -> Mesh:
     """The same ranks with these axes, all of which have joined one default process group. Collective."""
     assert sizes.devices == mesh.world
-    if sizes.shard == mesh.world:
-        return mesh
-    ranks = torch.arange(mesh.world).view(sizes.replicate, sizes.shard, sizes.tensor)
+    # Ranks of a context group have different tokens and the same weights, so FSDP takes them as ranks that shard.
+    ranks = torch.arange(mesh.world).view(sizes.replicate, sizes.shard * sizes.context, sizes.tensor)
+    context = None
+    if sizes.context > 1:
+        group = _axis_group(ranks.view(sizes.data_ranks, sizes.context, sizes.tensor), 1, timeout_s)
+        context = ContextAxis(group=group, rank=mesh.rank // sizes.tensor % sizes.context, size=sizes.context)
+    if ranks.shape[1] == mesh.world:
+        return replace(mesh, context=context)
     replicas, shards, tensors = (_axis_group(ranks, axis, timeout_s) for axis in range(3))
     own_RS = ranks[:, :, mesh.rank % sizes.tensor].contiguous()
     if sizes.replicate > 1:
@@ -164,7 +195,7 @@ def with_axes(mesh: Mesh, sizes: MeshSizes, *, timeout_s: float) -> Mesh:
     tensor = None
     if sizes.tensor > 1:
         tensor = TensorAxis(group=tensors, rank=mesh.rank % sizes.tensor, size=sizes.tensor)
-    return replace(mesh, devices=devices, tensor=tensor)
+    return replace(mesh, devices=devices, tensor=tensor, context=context)
 
 
 def _axis_group(ranks: Tensor, axis: int, timeout_s: float) -> dist.ProcessGroup:

@@ -47,7 +47,7 @@ class RouterWatch:
 
     def begin(self, micro_batches: Iterable[PackedBatch], multiple: int) -> WatchedStep:
         """Begins a step of these micro-batches. Collective with the loss."""
-        step = WatchedStep(self.shape, self._mesh.device)
+        step = WatchedStep(self.shape, self._mesh)
         if self._coefficient:
             step.balance_LE = self._balance(micro_batches, multiple)
         return step
@@ -60,12 +60,12 @@ class RouterWatch:
     @torch.no_grad()
     def _balance(self, micro_batches: Iterable[PackedBatch], multiple: int) -> Tensor:
         """d loss / d probability of each expert, from the counts of the whole step."""
-        shape, counted = self.shape, WatchedStep(self.shape, self._mesh.device)
+        shape, counted = self.shape, WatchedStep(self.shape, self._mesh)
         for packed in micro_batches:
             tokens = to_device(packed, self._mesh.device, multiple=multiple)
             with counted.watching(tokens, packed) as tokens:
                 self._model(tokens, None, "states" if isinstance(self._model, PackedCausalLM) else "values")
-        sums = self._mesh.sum(counted.sums)
+        sums = self._mesh.sum_of_tokens(counted.sums)
         counts_LE = sums[:-1].view(shape.num_layers, -1)[:, : shape.num_experts]
         num_tokens = sums[-1].clamp_min(1.0)
         scale = self._coefficient * shape.num_experts / shape.num_layers
@@ -75,12 +75,12 @@ class RouterWatch:
 class WatchedStep:
     """One optimizer step of one rank."""
 
-    def __init__(self, shape: RouterShape, device: torch.device) -> None:
-        self._shape = shape
+    def __init__(self, shape: RouterShape, mesh: Mesh) -> None:
+        self._shape, self._mesh = shape, mesh
         self.balance_LE: Tensor | None = None
         # Of each layer, then the number of tokens.
         size = shape.num_layers * (2 * shape.num_experts + NUM_OTHER_COLUMNS) + 1
-        self.sums = torch.zeros(size, dtype=torch.float32, device=device)
+        self.sums = torch.zeros(size, dtype=torch.float32, device=mesh.device)
 
     @contextmanager
     def watching(self, tokens: TokenBatch, packed: PackedBatch) -> Iterator[TokenBatch]:
@@ -92,4 +92,5 @@ class WatchedStep:
         routing = replace(tokens.packing.routing or Routing(), sums=filled, balance_LE=self.balance_LE)
         yield replace(tokens, packing=replace(tokens.packing, routing=routing))
         self.sums[:-1] += filled.sums_LC.flatten()
-        self.sums[-1] += num_real
+        if self._mesh.speaks_for_data:  # ranks of a context group have sums of their own tokens, and this number of all
+            self.sums[-1] += num_real

@@ -19,6 +19,7 @@ from podium.engine.parameters import TrainedParameter
 from podium.errors import ModelError
 from podium.models.buffers import persistent_buffers, restore_buffers
 from podium.models.causal_lm import PackedCausalLM, build, load_config, padded_parameters
+from podium.models.context_plan import require_context_type
 from podium.models.lora import HEAD, adapter_source, require_adapter_of, shapes_of_adapter
 from podium.models.new_tokens import with_new_tokens
 from podium.models.precision import set_dtypes
@@ -147,6 +148,9 @@ def _spread(
     holds. A single device keeps parameters in their compute dtype, so that forward, backward and generation read them
     without casting. Sharded parameters with masters are float32 themselves and cast as they are gathered. The frozen
     base of an adapter has no masters."""
+    if mesh.context is not None:
+        require_context_type(model.hf.config.get_text_config().model_type)
+        model.context = mesh.context
     if mesh.tensor is not None:
         divide_model(model, mesh.tensor)
     other_dtype = {name for name, parameter in model.hf.named_parameters() if parameter.dtype != dtype}
@@ -195,7 +199,7 @@ def whole_shape(name: str, parameter: Tensor, split: TensorSplit | None) -> tupl
 
 def is_copy(name: str, parameter: Tensor, mesh: Mesh, split: TensorSplit | None) -> bool:
     """Whether another rank holds the same part, and is the one that counts and saves it."""
-    is_first = mesh.replica == 0 if isinstance(parameter, DTensor) else mesh.data_rank == 0
+    is_first = mesh.replica == 0 if isinstance(parameter, DTensor) else mesh.token_rank == 0
     is_divided = split is None or split.axis.rank == 0 or name in split.dims
     return not (is_first and is_divided)
 

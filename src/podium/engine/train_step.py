@@ -258,9 +258,9 @@ class TrainEngine:
         # `new_full` fills on the device; `new_tensor` would copy from the host and wait for all work in flight.
         pattern = self._pattern(gradients)
         flags = [total.new_full((), float(each)) for each in (stop_requested, pattern, self.save_failed)]
-        # Of a tensor group, one rank counts the loss, the tally and the routers of their data.
+        # Of a tensor group, one rank counts the loss, the tally and the routers of their tokens.
         own = [total, *([] if tally is None else [tally.sums_M]), *([] if routed is None else [routed])]
-        counted = own if self.mesh.speaks_for_data else [torch.zeros_like(each) for each in own]
+        counted = own if self.mesh.counts_tokens else [torch.zeros_like(each) for each in own]
         mine = torch.stack([counted[0], squares, *flags])
         sums = self.mesh.sum(torch.cat([mine, *counted[1:]]) if counted[1:] else mine)
         norm = sums[1].sqrt()

@@ -10,6 +10,7 @@ Documents never attend to each other. The document boundaries arrive with every 
 from __future__ import annotations
 
 import inspect
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from podium.errors import UnsupportedModelError
+from podium.models.context_parallel import divides_heads, gather_tokens, own_heads, to_own_heads, to_own_tokens
 from podium.models.packing import AttentionStep, Packing, Run, runs_of
 
 PACKED_ATTENTION = "podium_packed"
@@ -64,14 +66,116 @@ def packed_attention(
         return out, None
     if packing.windows is not None:
         packing.windows.append(sliding_window)
-    is_plain = softcap is None and s_aux is None and dropout == 0.0
-    has_kernel = query.is_cuda and query.dtype != torch.float32 and is_plain
-    if has_kernel:
+    attend = _attend if packing.context is None else _over_context
+    return attend(query, key, value, packing, scaling, dropout, sliding_window, softcap, s_aux), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[1, H, T, E] and twice [1, K, T, E] -> [1, T, H, E]."""
+    if _has_kernel(query, dropout, softcap, sinks):
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
         bounds, longest = packing.boundaries, packing.longest
-        out = varlen_attention(q, k, v, (bounds, bounds), (longest, longest), scaling=scaling, window=sliding_window)
-        return out.unsqueeze(0), None
-    return _by_document(query, key, value, packing, scaling, dropout, sliding_window, softcap, s_aux), None
+        out = varlen_attention(q, k, v, (bounds, bounds), (longest, longest), scaling=scaling, window=window)
+        return out.unsqueeze(0)
+    by_document: Tensor = _by_document(query, key, value, packing, scaling, dropout, window, softcap, sinks)
+    return by_document
+
+
+def _has_kernel(query: Tensor, dropout: float, softcap: float | None, sinks: Tensor | None) -> bool:
+    is_plain = softcap is None and sinks is None and dropout == 0.0
+    return query.is_cuda and query.dtype != torch.float32 and is_plain
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _over_context(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of the tokens of one rank of a context axis, which have keys on all of them."""
+    part, num_heads = packing.context, query.shape[1]
+    assert part is not None
+    if divides_heads(num_heads, part.axis):
+        if sinks is not None:
+            sinks = sinks[own_heads(num_heads, part.axis)]
+        heads = to_own_heads(query, key, value, part)
+        return to_own_tokens(_attend(*heads, packing, scaling, dropout, window, softcap, sinks), part)
+    key, value = gather_tokens(key, value, part)
+    return _of_own_queries(query, key, value, packing, scaling, dropout, window, softcap, sinks)
+
+
+def _of_own_queries(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Queries [1, H, t, E] of one rank of a context axis, keys and values [1, K, T, E] of all -> [1, t, H, E]."""
+    part = packing.context
+    assert part is not None
+    begin, end = part.start, part.start + part.num_own
+    if _has_kernel(query, dropout, softcap, sinks) and part.num_own:
+        # Documents that end before these queries have none, and those after them neither queries nor keys.
+        bounds = (packing.boundaries.clamp(begin, end) - begin, packing.boundaries.clamp(max=end))
+        longest = (min(packing.longest, part.num_own), packing.longest)
+        seen = (query[:, :, : part.num_own], key[:, :, :end], value[:, :, :end])
+        q, k, v = (each[0].transpose(0, 1) for each in seen)
+        outs = [varlen_attention(q, k, v, bounds, longest, scaling=scaling, window=window)]
+    else:
+        outs = []
+        for start, first, last in _pieces(packing, begin, end):
+            q, k, v = query[:, :, first - begin : last - begin], key[:, :, start:last], value[:, :, start:last]
+            if softcap is None and sinks is None:
+                is_whole = first == start and (window is None or last - start <= window)
+                mask = None if is_whole else _last_visible(last - first, last - start, window, q.device)
+                out = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=is_whole, dropout_p=dropout, scale=scaling,
+                    enable_gqa=q.shape[1] != k.shape[1],
+                )  # fmt: skip
+            else:
+                visible = _last_visible(last - first, last - start, window, q.device)
+                out = plain_attention(q, k, v, visible, scaling=scaling, dropout=dropout, softcap=softcap, sinks=sinks)
+            outs.append(out[0].transpose(0, 1))
+    # Empty sums tie a rank without queries to the backward pass, in which all ranks take part.
+    ties = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
+    padding = value.new_zeros(part.each - part.num_own, query.shape[1], value.shape[-1]) + ties
+    return torch.cat([*outs, padding]).unsqueeze(0)
+
+
+def _pieces(packing: Packing, begin: int, end: int) -> list[tuple[int, int, int]]:
+    """Of each document with tokens between `begin` and `end`: its start, and the first and the end of these tokens."""
+    runs = packing.runs or runs_of(packing.boundaries.cpu().numpy())
+    lengths = [run.length for run in runs for _ in range(run.num_documents)]
+    bounds = ((stop - length, stop) for length, stop in zip(lengths, accumulate(lengths), strict=True))
+    pieces = ((start, max(start, begin), min(stop, end)) for start, stop in bounds)
+    return [(start, first, last) for start, first, last in pieces if first < last]
+
+
+def _last_visible(rows: int, length: int, window: int | None, device: torch.device) -> Tensor:
+    """[rows, length]: which keys of a document its last queries see."""
+    distance = torch.arange(length - rows, length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 def varlen_attention(
@@ -148,9 +252,7 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> Tenso
 
 def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
     """[L, L]: which keys each query sees."""
-    row = torch.arange(length, device=device)
-    distance = row[:, None] - row[None, :]
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    return _last_visible(length, length, window, device)
 
 
 def plain_attention(

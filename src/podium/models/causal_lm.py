@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from podium.errors import ModelError, UnsupportedModelError
 from podium.models.attention import PACKED_ATTENTION, register_packed_attention
+from podium.models.context_parallel import ContextPart
 from podium.models.head import (
     EntropyObjective,
     LogitsObjective,
@@ -69,33 +70,35 @@ class PackedCausalLM(TrainedModule):
         `logprobs`: of the targets [S] at their sampling temperature (which the other kinds ignore); `scores`: float32
         logits at the trained positions; `states`: the hidden states behind them [S, E]; `plain`: the same logits
         through transformers' own attention and head, one document at a time, for comparison; `padded`: these again,
-        computed in another way (plain.py)."""
+        computed in another way (plain.py). Over a context axis the sums of a group's ranks add up to that of the
+        micro-batch; what is said of tokens is that of all of them, on every rank."""
         if kind == "plain" or kind == "padded":
             return self._plain_scores(batch, kind)
+        part = None if self.context is None else ContextPart.of(batch, self.context)
+        if part is not None:
+            batch = part.cut_batch(batch)
         hidden_SE = self.hidden(batch).index_select(0, batch.trained_S)
-        weight_VE = self.head_weight
+        head, targets_S, weights_S = (hidden_SE, self.head_weight), batch.targets_S, batch.weights_S
         match kind:
             case "loss":
-                token_loss = cast("TokenLoss", loss)
-                return fused_token_loss(
-                    hidden_SE, weight_VE, batch.targets_S, batch.weights_S, token_loss, self.head_spec
-                )
+                return fused_token_loss(*head, targets_S, weights_S, cast("TokenLoss", loss), self.head_spec, part)
             case "objective":
                 objective = cast("Objective | EntropyObjective", loss)
-                return fused_objective(
-                    hidden_SE, weight_VE, batch.targets_S, batch.weights_S, objective, self.head_spec
-                )
+                total, *seen = fused_objective(*head, targets_S, weights_S, objective, self.head_spec, part)
+                logprobs_S, entropy_S = seen if part is None else map(part.join, seen)
+                return total, logprobs_S, entropy_S
             case "divergence":
                 divergence = cast("LogitsObjective", loss)
-                return (fused_logits_objective(hidden_SE, weight_VE, batch.weights_S, divergence, self.head_spec),)
+                return (fused_logits_objective(*head, weights_S, divergence, self.head_spec, part),)
             case "states":
-                return hidden_SE
+                values_S = hidden_SE
             case "logprobs":
-                return target_logprobs(hidden_SE, weight_VE, batch.targets_S, self.head_spec, temperature)
+                values_S = target_logprobs(*head, targets_S, self.head_spec, temperature)
             case "scores":
-                return next_token_scores(hidden_SE, weight_VE, self.head_spec)
+                values_S = next_token_scores(*head, self.head_spec)
             case other:
                 assert_never(other)
+        return values_S if part is None else part.join(values_S)
 
     def hidden(self, batch: TokenBatch) -> Tensor:
         """Last hidden states [T, E]."""

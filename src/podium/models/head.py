@@ -7,7 +7,10 @@ recomputation would take four. A loss that ties tokens together (a ratio of whol
 and takes four.
 
 Over a tensor axis each rank has the logits of its part of the vocabulary. The ranks exchange a maximum, sums and the
-target's logit of each token, never logits, except for losses of whole distributions (head_kernels.py)."""
+target's logit of each token, never logits, except for losses of whole distributions (head_kernels.py).
+
+Over a context axis each rank has its own tokens and their loss. Where a loss ties tokens together, the first rank
+computes it from the log-probs of all, and the others get the gradient of their own."""
 
 # S trained tokens · C tokens of one chunk · V vocabulary rows (padded) · E hidden width
 
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from podium.models.context_parallel import ContextPart
 from podium.models.head_kernels import HeadSpec, kernels_of, shaped_logits
 
 TokenLoss = Callable[[Tensor], Tensor]
@@ -86,12 +90,23 @@ class EntropyObjective:
 
 
 def fused_token_loss(
-    hidden_SE: Tensor, weight_VE: Tensor, targets_S: Tensor, weights_S: Tensor, loss: TokenLoss, spec: HeadSpec
+    hidden_SE: Tensor,
+    weight_VE: Tensor,
+    targets_S: Tensor,
+    weights_S: Tensor,
+    loss: TokenLoss,
+    spec: HeadSpec,
+    part: ContextPart | None = None,
 ) -> Tensor:
     """Σ over tokens of weight · loss(log-prob of the target), differentiable in hidden states and head."""
-    if not torch.is_grad_enabled():
-        return (loss(target_logprobs(hidden_SE, weight_VE, targets_S, spec)) * weights_S).sum()
-    return fused_objective(hidden_SE, weight_VE, targets_S, weights_S, TokenObjective(loss), spec)[0]
+    if torch.is_grad_enabled():
+        return fused_objective(hidden_SE, weight_VE, targets_S, weights_S, TokenObjective(loss), spec, part)[0]
+    logprobs_S = target_logprobs(hidden_SE, weight_VE, targets_S, spec)
+    if part is not None:  # evaluations count losses by the token's number in the micro-batch
+        logprobs_S, weights_S = part.join(logprobs_S), part.join(weights_S)
+        if not part.is_first:
+            return logprobs_S.new_zeros(())
+    return (loss(logprobs_S) * weights_S).sum()
 
 
 def fused_objective(
@@ -101,20 +116,30 @@ def fused_objective(
     weights_S: Tensor,
     objective: Objective | EntropyObjective,
     spec: HeadSpec,
+    part: ContextPart | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (Σ over tokens of weight · loss, log-probs [S], entropies [S], zero if they are not needed). Only the
-    first is differentiable."""
+    first is differentiable. `part`: the tokens are those of one rank of a context axis; the sums of all ranks are the
+    micro-batch's."""
     result: tuple[Tensor, Tensor, Tensor] = _FusedHead.apply(  # type: ignore[no-untyped-call]
-        hidden_SE, weight_VE, targets_S, weights_S, objective, spec
+        hidden_SE, weight_VE, targets_S, weights_S, objective, spec, part
     )
     return result
 
 
 def fused_logits_objective(
-    hidden_SE: Tensor, weight_VE: Tensor, weights_S: Tensor, objective: LogitsObjective, spec: HeadSpec
+    hidden_SE: Tensor,
+    weight_VE: Tensor,
+    weights_S: Tensor,
+    objective: LogitsObjective,
+    spec: HeadSpec,
+    part: ContextPart | None = None,
 ) -> Tensor:
-    """Σ over tokens of weight · loss of their whole distribution, differentiable in hidden states and head."""
-    result: Tensor = _FusedLogits.apply(hidden_SE, weight_VE, weights_S, objective, spec)  # type: ignore[no-untyped-call]
+    """Σ over tokens of weight · loss of their whole distribution, differentiable in hidden states and head. `part`: as
+    in `fused_objective`."""
+    result: Tensor = _FusedLogits.apply(  # type: ignore[no-untyped-call]
+        hidden_SE, weight_VE, weights_S, objective, spec, part
+    )
     return result
 
 
@@ -141,7 +166,7 @@ def _target_entropies(
         logits_CV = _logits(hidden_SE[chunk], weight_VE)
         log_sum_C = kernels.statistics(logits_CV, targets_S[chunk], spec, temperature)[1]
         parts.append(kernels.entropy(logits_CV, log_sum_C, spec, temperature))
-    return torch.cat(parts)
+    return torch.cat(parts) if parts else hidden_SE.new_zeros(0, dtype=torch.float32)
 
 
 def next_token_scores(hidden_SE: Tensor, weight_VE: Tensor, spec: HeadSpec) -> Tensor:
@@ -173,6 +198,7 @@ class _FusedHead(torch.autograd.Function):
         weights_S: Tensor,
         objective: Objective | EntropyObjective,
         spec: HeadSpec,
+        part: ContextPart | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         kernels, temperature = kernels_of(spec), objective.temperature
@@ -182,12 +208,12 @@ class _FusedHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_SE) if wants_hidden else None
         grad_weight = torch.zeros_like(weight_VE, dtype=torch.float32) if wants_weight else None
         tied: Tensor | None = None
-        if objective.ties_tokens and len(targets_S) > spec.chunk_tokens:  # one chunk holds all there are
+        # One chunk holds all there are, unless other ranks have more.
+        if objective.ties_tokens and (part is not None or len(targets_S) > spec.chunk_tokens):
             logprobs_S = target_logprobs(hidden_SE, weight_VE, targets_S, spec, temperature)
             if isinstance(objective, EntropyObjective) and objective.watches_entropy:
                 entropy_S = _target_entropies(hidden_SE, weight_VE, targets_S, spec, temperature)
-            loss = _loss_of(objective, slice(0, len(targets_S)), entropy_S)
-            total, tied = _loss_and_gradient(logprobs_S, weights_S, loss)
+            total, tied = _tied_loss(objective, logprobs_S, entropy_S, weights_S, part)
         for start in range(0, len(targets_S), spec.chunk_tokens):
             chunk = slice(start, start + spec.chunk_tokens)
             hidden_CE, targets_C = hidden_SE[chunk], targets_S[chunk]
@@ -199,7 +225,7 @@ class _FusedHead(torch.autograd.Function):
                 grad_logprobs_C = tied[chunk]
             else:
                 logprobs_S[chunk] = logprobs_C
-                loss = _loss_of(objective, chunk, entropy_S[chunk])
+                loss = _loss_of(objective, chunk if part is None else part.in_all(chunk), entropy_S[chunk])
                 value, grad_logprobs_C = _loss_and_gradient(logprobs_C, weights_S[chunk], loss)
                 total += value
             bend_C: Tensor | None = None
@@ -224,7 +250,7 @@ class _FusedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return *_scaled_gradients(ctx, grad), None, None, None, None
+        return *_scaled_gradients(ctx, grad), None, None, None, None, None
 
 
 class _FusedLogits(torch.autograd.Function):
@@ -238,6 +264,7 @@ class _FusedLogits(torch.autograd.Function):
         weights_S: Tensor,
         objective: LogitsObjective,
         spec: HeadSpec,
+        part: ContextPart | None,
     ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), dtype=torch.float32, device=hidden_SE.device)
@@ -251,7 +278,8 @@ class _FusedLogits(torch.autograd.Function):
                 if spec.tensor is not None:
                     logits_CV = spec.tensor.gather(logits_CV, 1)
                 raw_CV = logits_CV.requires_grad_(wants_hidden or wants_weight)
-                value = (objective(shaped_logits(raw_CV, spec)[:, : spec.vocab_size], chunk) * weights_S[chunk]).sum()
+                tokens = chunk if part is None else part.in_all(chunk)
+                value = (objective(shaped_logits(raw_CV, spec)[:, : spec.vocab_size], tokens) * weights_S[chunk]).sum()
             total += value.detach()
             if not (wants_hidden or wants_weight):
                 continue
@@ -269,7 +297,7 @@ class _FusedLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *_scaled_gradients(ctx, grad), None, None, None
+        return *_scaled_gradients(ctx, grad), None, None, None, None
 
 
 def _add_up_parts(grad_hidden: Tensor | None, spec: HeadSpec) -> None:
@@ -294,6 +322,24 @@ def _loss_of(objective: Objective | EntropyObjective, tokens: slice, entropy_C: 
     if isinstance(objective, EntropyObjective):
         return lambda logprobs_C: objective(logprobs_C, entropy_C, tokens)
     return lambda logprobs_C: objective(logprobs_C, tokens)
+
+
+def _tied_loss(
+    objective: Objective | EntropyObjective,
+    logprobs_S: Tensor,
+    entropy_S: Tensor,
+    weights_S: Tensor,
+    part: ContextPart | None,
+) -> tuple[Tensor, Tensor]:
+    """The loss of all tokens at once, and its gradient in the log-probs. Of a context axis the first rank has the loss
+    of all ranks' tokens, and each the gradient of its own."""
+    if part is not None:
+        logprobs_S, entropy_S, weights_S = (part.join(each) for each in (logprobs_S, entropy_S, weights_S))
+    total, gradient_S = logprobs_S.new_zeros(()), torch.zeros_like(logprobs_S)
+    if part is None or part.is_first:
+        loss = _loss_of(objective, slice(0, len(logprobs_S)), entropy_S)
+        total, gradient_S = _loss_and_gradient(logprobs_S, weights_S, loss)
+    return total, gradient_S if part is None else part.axis.sum(gradient_S)[part.trained]
 
 
 def _loss_and_gradient(logprobs_C: Tensor, weights_C: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:

@@ -6,15 +6,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from podium.data.documents import PackedBatch, PackedExamples
 from podium.data.routed_experts import unrecorded
 from podium.models.routing import Routing
+
+if TYPE_CHECKING:
+    from podium.models.context_parallel import ContextPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,6 +38,7 @@ class Packing:
     runs: tuple[Run, ...]  # for kernels that go document by document; empty where a variable-length kernel is used
     windows: list[int | None] | None = None  # if given, every attention call records its sliding window
     routing: Routing | None = None  # for the routers of a mixture of experts
+    context: ContextPart | None = None  # if given, the forward has a part of the tokens that have these boundaries
 
 
 class AttentionStep(Protocol):
@@ -63,6 +68,7 @@ class TokenBatch:
     trained_S: Tensor  # indices into T of the positions whose target is trained
     targets_S: Tensor
     weights_S: Tensor
+    trained: NDArray[np.int64]  # trained_S on the host
     packing: Packing
 
 
@@ -102,6 +108,7 @@ def to_device(batch: PackedBatch, device: torch.device, *, multiple: int = 1) ->
         trained_S=on_device(trained, device),
         targets_S=on_device(batch.targets_T[trained].astype(np.int64), device),
         weights_S=on_device(batch.weights_T[trained], device),
+        trained=trained,
         packing=Packing(
             boundaries=on_device(offsets, device),
             longest=int(np.diff(offsets).max()),

@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from podium.errors import UnsupportedModelError
 from podium.models.attention import PACKED_ATTENTION, register_packed_attention
 from podium.models.causal_lm import decoder_layers
+from podium.models.context_parallel import ContextPart
 from podium.models.lora import inject
 from podium.models.new_tokens import grown_vocabulary
 from podium.models.packing import TokenBatch
@@ -54,9 +55,14 @@ class PackedScalarLM(TrainedModule):
         """`values`: float32 numbers at the trained positions, [S] or, with several labels, [S, L]; `objective`: the
         weighted sum of the loss over them, and the values; `scores`: float32 hidden states there [S, E]; `plain`: the
         same through transformers' own attention, one document at a time, to compare with; `padded`: these again,
-        computed in another way (plain.py)."""
+        computed in another way (plain.py). Over a context axis each rank has the numbers of all tokens, and the first
+        the sum of their loss."""
         if kind == "plain" or kind == "padded":
             return self._plain_states(batch, kind)
+        weights_S = batch.weights_S
+        part = None if self.context is None else ContextPart.of(batch, self.context)
+        if part is not None:
+            batch = part.cut_batch(batch)
         with self.routed(batch.packing.routing):
             out = self.hf.base_model(
                 input_ids=batch.tokens_T.unsqueeze(0),
@@ -67,14 +73,18 @@ class PackedScalarLM(TrainedModule):
         hidden_SE = out.last_hidden_state[0].index_select(0, batch.trained_S)
         if kind == "scores":
             states: Tensor = hidden_SE.float()
-            return states
+            return states if part is None else part.join(states)
         values: Tensor = self.hf.score(hidden_SE).float()
         if values.shape[-1] == 1:
             values = values.squeeze(-1)
+        if part is not None:
+            values = part.join(values)
         if kind == "values":
             return values
         assert objective is not None
-        return (objective(values) * batch.weights_S).sum(), values.detach()
+        if part is not None and not part.is_first:  # an empty sum, which takes part in the backward pass
+            return values[:0].sum(), values.detach()
+        return (objective(values) * weights_S).sum(), values.detach()
 
     @torch.no_grad()
     def _plain_states(self, batch: TokenBatch, kind: PlainKind) -> Tensor:

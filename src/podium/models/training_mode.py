@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from podium.models.context_axis import ContextAxis
 from podium.models.routing import Routers, Routing
 from podium.models.tensor_split import TensorSplit
 
@@ -32,6 +33,7 @@ class TrainedModule(nn.Module):
     def __init__(self, *, dropout: bool) -> None:
         super().__init__()
         self.split: TensorSplit | None = None  # how the layers are divided over a tensor axis
+        self.context: ContextAxis | None = None  # over which the tokens of each forward are divided
         self._dropout = dropout
 
     def num_parameters(self, *, trained: bool = False) -> int:

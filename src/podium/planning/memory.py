@@ -166,8 +166,10 @@ class _Needs:
         if isinstance(recipe, RewardModelRecipe):
             self._shape = self._shape.with_labels(1)
         self._step_tokens = self._tokens_of_a_step()
-        limit = recipe.micro_batch_tokens or MICRO_BATCH[device.kind]
-        self._tokens = min(limit, self._step_tokens)
+        context = 1 if sizes is None else sizes.context
+        limit = recipe.micro_batch_tokens or MICRO_BATCH[device.kind] * context
+        self._micro_batch = min(limit, self._step_tokens)
+        self._tokens = -(-self._micro_batch // context)  # of it, on each rank
         # On CPU every worker's memory counts, because they share it.
         self._workers = 1 if self._cuda else self._world
         self._engines: list[Sizes | None] = []
@@ -255,7 +257,7 @@ class _Needs:
         gradients."""
         itemsize, tokens, compiled = self._itemsize, self._tokens, self._is_compiled
         checkpointed = self._recipe.model.activation_checkpointing == "layers"
-        length = min(self._recipe.data.max_length or tokens, tokens)
+        length = min(self._recipe.data.max_length or self._micro_batch, self._micro_batch)
         activations = activation_bytes(
             shape, tokens, length=length, itemsize=itemsize, compiled=compiled, checkpointed=checkpointed
         )
@@ -263,7 +265,7 @@ class _Needs:
         trained, sharded = shape.of_rank(self._parts, trained=True), self._world > 1
         # Of one micro-batch in the dtype of the parameters; sums over several are float32.
         fresh = trained * (_MASTER_BYTES if sharded else itemsize)
-        has_sums = self._step_tokens > self._tokens
+        has_sums = self._step_tokens > self._micro_batch
         sums = trained * _MASTER_BYTES if has_sums else 0
         if has_sums and (sharded or itemsize == _MASTER_BYTES):
             fresh = 0  # torch adds to the sums in place

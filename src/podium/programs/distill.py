@@ -97,7 +97,7 @@ class DistillMethod:
         """Loss and averages of held-out documents. Collective."""
         tally, engine = self.tally(split.sources), self._engine
         total = engine.objective_sum(self.batches(split, tally))
-        loss, *rest = engine.mesh.sum_of_data(torch.cat([total[None], tally.sums_M])).tolist()
+        loss, *rest = engine.mesh.sum_of_tokens(torch.cat([total[None], tally.sums_M])).tolist()
         sums = dict(zip(tally.names, rest, strict=True))
         averages = self.averages(sums, len(split.examples))
         return {"loss": loss / sums["tokens"], **averages, **heldout_losses(split, sums, "tokens")}

@@ -144,7 +144,7 @@ class PreferenceMethod:
         """Loss and averages of held-out rows. Collective."""
         tally, engine = self.tally(split.sources), self._engine
         total = engine.objective_sum(self.batches(split, tally))
-        loss, *rest = engine.mesh.sum_of_data(torch.cat([total[None], tally.sums_M])).tolist()
+        loss, *rest = engine.mesh.sum_of_tokens(torch.cat([total[None], tally.sums_M])).tolist()
         sums, count = dict(zip(tally.names, rest, strict=True)), len(split.examples)
         return {"loss": loss / count, **self.averages(sums, count), **heldout_losses(split, sums, "rows")}
 

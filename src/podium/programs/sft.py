@@ -68,4 +68,4 @@ class TokenMethod:
         if custom is None or custom.reads_logprobs_only:
             return mean_token_loss(engine, custom or token_cross_entropy)(split)
         num_trained = sum(example.num_trained for example in split.examples)
-        return {"loss": engine.mesh.sum_of_data(engine.objective_sum(self.batches(split))).item() / num_trained}
+        return {"loss": engine.mesh.sum_of_tokens(engine.objective_sum(self.batches(split))).item() / num_trained}

@@ -18,16 +18,17 @@ _REST = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSizes:
-    """The size of each axis. `tensor` varies fastest over ranks, then `shard`, then `replicate`."""
+    """The size of each axis. `tensor` varies fastest over ranks, then `context`, `shard` and `replicate`."""
 
     replicate: int = 1
     shard: int = 1
+    context: int = 1
     tensor: int = 1
 
     @property
     def devices(self) -> int:
         """Number of ranks."""
-        return self.replicate * self.shard * self.tensor
+        return self.replicate * self.shard * self.context * self.tensor
 
     @property
     def data_ranks(self) -> int:
@@ -37,10 +38,11 @@ class MeshSizes:
     @property
     def parts(self) -> int:
         """Over how many ranks each tensor is divided."""
-        return self.shard * self.tensor
+        return self.shard * self.context * self.tensor
 
     def __str__(self) -> str:
-        return f"{{replicate: {self.replicate}, shard: {self.shard}, tensor: {self.tensor}}}"
+        context = f"context: {self.context}, " if self.context > 1 else ""
+        return f"{{replicate: {self.replicate}, shard: {self.shard}, {context}tensor: {self.tensor}}}"
 
 
 class PolicyMeshSection(Section):
@@ -54,6 +56,11 @@ class PolicyMeshSection(Section):
         _REST, description="FSDP2: ranks that each hold a part of every tensor, and gather a layer to compute it. "
         "-1: the devices that the other axes leave."
     )  # fmt: skip
+    context: Count = Field(
+        1,
+        description="Context parallelism: ranks that each compute a part of the tokens of the same micro-batch, and in "
+        "attention all tokens of a part of the heads. They shard the model too.",
+    )
     tensor: Count = Field(
         1,
         description="Tensor parallelism: ranks that compute a part of every layer and of the vocabulary, on the same "
@@ -62,21 +69,24 @@ class PolicyMeshSection(Section):
 
     def sizes(self, devices: int) -> MeshSizes:
         """The size of each axis on so many devices. Raises a PlacementError with the nearest shape that works."""
-        others = self.replicate * self.tensor
-        if self.shard == _REST and devices % others == 0:
-            return MeshSizes(replicate=self.replicate, shard=devices // others, tensor=self.tensor)
-        if self.shard > 0 and others * self.shard == devices:
-            return MeshSizes(replicate=self.replicate, shard=self.shard, tensor=self.tensor)
+        others = self._others
+        shard = devices // others if self.shard == _REST and devices % others == 0 else self.shard
+        if shard > 0 and others * shard == devices:
+            return MeshSizes(replicate=self.replicate, shard=shard, context=self.context, tensor=self.tensor)
         raise PlacementError(f"placement.policy: {self._problem(devices)} Use {nearest(self, devices)}.")
+
+    @property
+    def _others(self) -> int:
+        return self.replicate * self.context * self.tensor
 
     def _problem(self, devices: int) -> str:
         if self.shard == 0:
             return "shard is 0, and every axis has at least 1 (-1: the devices that are left)."
-        others = f"replicate {self.replicate} × tensor {self.tensor}"
+        context = f" × context {self.context}" if self.context > 1 else ""
+        others = f"replicate {self.replicate}{context} × tensor {self.tensor}"
         if self.shard == _REST:
-            return f"{others} = {self.replicate * self.tensor} does not divide {_counted(devices)}."
-        asked = self.replicate * self.tensor * self.shard
-        return f"{others} × shard {self.shard} = {asked}, and there {_counted(devices, verb=True)}."
+            return f"{others} = {self._others} does not divide {_counted(devices)}."
+        return f"{others} × shard {self.shard} = {self._others * self.shard}, and there {_counted(devices, verb=True)}."
 
 
 def nearest(asked: PolicyMeshSection, devices: int, tensors: frozenset[int] | None = None) -> MeshSizes:
@@ -84,7 +94,9 @@ def nearest(asked: PolicyMeshSection, devices: int, tensors: frozenset[int] | No
     tensor axis that the model allows; None: all."""
 
     def change(shape: MeshSizes) -> tuple[float, int]:
-        factors = [(shape.replicate, asked.replicate), (shape.tensor, asked.tensor)]
+        factors = [
+            (shape.replicate, asked.replicate), (shape.context, asked.context), (shape.tensor, asked.tensor)
+        ]  # fmt: skip
         if asked.shard > 0:
             factors.append((shape.shard, asked.shard))
         return sum(abs(math.log(size / wanted)) for size, wanted in factors), -shape.shard
@@ -102,13 +114,15 @@ def no_place(devices: int, what: str, sizes: MeshSizes, error: PlacementError) -
 
 
 def _shapes(devices: int) -> Iterator[MeshSizes]:
-    for replicate in range(1, devices + 1):
-        if devices % replicate:
-            continue
-        left = devices // replicate
-        for tensor in range(1, left + 1):
-            if left % tensor == 0:
-                yield MeshSizes(replicate=replicate, shard=left // tensor, tensor=tensor)
+    for replicate in _divisors(devices):
+        for context in _divisors(devices // replicate):
+            left = devices // (replicate * context)
+            for tensor in _divisors(left):
+                yield MeshSizes(replicate=replicate, shard=left // tensor, context=context, tensor=tensor)
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (each for each in range(1, number + 1) if number % each == 0)
 
 
 def _counted(devices: int, *, verb: bool = False) -> str:

@@ -68,7 +68,7 @@ def mean_token_loss(engine: TrainEngine, loss: TokenLoss) -> HeldoutMeasure:
             source_S = on_device(batch.sources_S, device) if tally.has_sources else None
             total += engine.loss_sum([batch.packed], _summed_by_source(loss, tally, source_S))
         num_trained = sum(example.num_trained for example in split.examples)
-        whole, *rest = engine.mesh.sum_of_data(torch.cat([total[None], tally.sums_M])).tolist()
+        whole, *rest = engine.mesh.sum_of_tokens(torch.cat([total[None], tally.sums_M])).tolist()
         sums = dict(zip(tally.names, rest, strict=True))
         return {"loss": whole / num_trained, **heldout_losses(split, sums, "tokens")}
 

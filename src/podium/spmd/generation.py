@@ -84,13 +84,15 @@ def _last_positions(sequences: list[list[int]], device: torch.device) -> TokenBa
     lengths = np.array([len(sequence) for sequence in sequences])
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     positions = np.concatenate([np.arange(length) for length in lengths])
-    last = torch.from_numpy(offsets[1:].astype(np.int64) - 1).to(device)
+    trained = offsets[1:].astype(np.int64) - 1
+    last = torch.from_numpy(trained).to(device)
     return TokenBatch(
         tokens_T=torch.tensor([token for sequence in sequences for token in sequence], device=device),
         positions_T=torch.from_numpy(positions.astype(np.int64)).to(device),
         trained_S=last,
         targets_S=torch.zeros_like(last),
         weights_S=torch.zeros(len(last), device=device),
+        trained=trained,
         packing=Packing(
             boundaries=torch.from_numpy(offsets).to(device),
             longest=int(lengths.max()),

@@ -298,10 +298,11 @@ def _loader(stack: ExitStack, recipe: SpmdRecipe, state: LoaderState | None, mes
 
 
 def _micro_batch(recipe: SpmdRecipe, mesh: Mesh) -> int:
-    """Tokens of one forward: the recipe's, or the rank's share of a step in equal parts under the default limit."""
+    """Tokens of one forward: the recipe's, or the rank's share of a step in equal parts under the default limit. The
+    ranks of a context group divide them."""
     if recipe.micro_batch_tokens is not None:
         return recipe.micro_batch_tokens
-    limit = _DEFAULT_MICRO_BATCH[mesh.device.type]
+    limit = _DEFAULT_MICRO_BATCH[mesh.device.type] * (1 if mesh.context is None else mesh.context.size)
     if recipe.rows_per_step is not None:
         return limit
     parts = -(-recipe.tokens_per_step // (mesh.data_ranks * limit))

@@ -245,9 +245,9 @@ class SpmdRun(Generic[RecipeT_co]):
         )
 
     def _seed(self, number: int) -> None:
-        """Seeds random streams by (seed, step, rank of the data). They need no saving, and a resumed run samples the
+        """Seeds random streams by (seed, step, rank of the tokens). They need no saving, and a resumed run samples the
         same numbers."""
-        key = np.random.SeedSequence([self.recipe.run.seed, number, self._mesh.data_rank]).generate_state(2)
+        key = np.random.SeedSequence([self.recipe.run.seed, number, self._mesh.token_rank]).generate_state(2)
         torch.manual_seed(int(key[0]))
         random.seed(int(key[1]))
         np.random.seed(int(key[1]))

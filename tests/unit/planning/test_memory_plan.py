@@ -205,6 +205,17 @@ def test_sharding_divides_state_and_not_activations(tmp_path: Path) -> None:
     assert four.peak.of("gathered layers") > 0
 
 
+def test_a_context_axis_divides_activations_and_state(tmp_path: Path) -> None:
+    folder, h200 = folder_of(QWEN, tmp_path / "model"), device_named("H200")
+    given = ("tokens_per_step=65536", "micro_batch_tokens=65536", "placement.devices=4")
+    alone, _ = plan_of(folder, h200, "tokens_per_step=65536", "micro_batch_tokens=65536")
+    divided, _ = plan_of(folder, h200, *given, "placement.policy={context: 4}")
+    sharded, _ = plan_of(folder, h200, *given)
+    for name in ("weights", "optimizer moments"):
+        assert divided.peak.of(name) == sharded.peak.of(name)
+    assert divided.peak.of("activations") == pytest.approx(alone.peak.of("activations") / 4, rel=0.01)
+
+
 def grpo(folder: Path, *overrides: str) -> Recipe:
     values = {
         "program": "grpo", "model": {"path": str(folder)}, "data": {"train": [{"path": "d.jsonl"}], "max_length": 512},

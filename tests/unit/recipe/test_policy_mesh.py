@@ -18,11 +18,14 @@ def test_shard_takes_the_devices_that_the_other_axes_leave() -> None:
     assert PolicyMeshSection(replicate=2, tensor=2).sizes(8) == MeshSizes(replicate=2, shard=2, tensor=2)
     assert PolicyMeshSection(tensor=4).sizes(4) == MeshSizes(tensor=4)
     assert PolicyMeshSection(replicate=2, shard=4).sizes(8) == MeshSizes(replicate=2, shard=4)
+    assert PolicyMeshSection(context=2, tensor=2).sizes(8) == MeshSizes(shard=2, context=2, tensor=2)
 
 
 def test_sizes_count_ranks_data_and_parts() -> None:
     sizes = MeshSizes(replicate=2, shard=3, tensor=4)
     assert (sizes.devices, sizes.data_ranks, sizes.parts) == (24, 6, 12)
+    sizes = MeshSizes(replicate=2, shard=3, context=5, tensor=4)  # ranks of a context have the same data, and shard
+    assert (sizes.devices, sizes.data_ranks, sizes.parts) == (120, 6, 60)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,8 @@ def test_sizes_count_ranks_data_and_parts() -> None:
         ({"tensor": 3}, 4, "{replicate: 1, shard: 1, tensor: 4}"),
         ({"shard": 8, "tensor": 2}, 8, "{replicate: 1, shard: 8, tensor: 1}"),
         ({"shard": 0}, 4, "{replicate: 1, shard: 4, tensor: 1}"),
+        ({"context": 3}, 8, "{replicate: 1, shard: 2, context: 4, tensor: 1}"),
+        ({"context": 4, "tensor": 4}, 8, "{replicate: 1, shard: 1, context: 2, tensor: 4}"),
     ],
 )
 def test_what_does_not_divide_is_refused_with_the_nearest_shape(
@@ -44,12 +49,13 @@ def test_what_does_not_divide_is_refused_with_the_nearest_shape(
 
 
 def test_the_nearest_shape_always_has_the_devices() -> None:
-    for replicate, shard, tensor, devices in itertools.product((1, 2, 3, 5), (-1, 1, 2, 7), (1, 2, 6), range(1, 13)):
-        section = PolicyMeshSection(replicate=replicate, shard=shard, tensor=tensor)
+    axes = itertools.product((1, 2, 3, 5), (-1, 1, 2, 7), (1, 2, 3), (1, 2, 6))
+    for (replicate, shard, context, tensor), devices in itertools.product(axes, (1, 4, 6, 7, 8, 12)):
+        section = PolicyMeshSection(replicate=replicate, shard=shard, context=context, tensor=tensor)
         found = nearest(section, devices)
         assert found.devices == devices
-        if shard > 0 and replicate * shard * tensor == devices:
-            assert found == MeshSizes(replicate=replicate, shard=shard, tensor=tensor)
+        if shard > 0 and replicate * shard * context * tensor == devices:
+            assert found == MeshSizes(replicate=replicate, shard=shard, context=context, tensor=tensor)
 
 
 def test_a_model_may_allow_some_sizes_of_the_tensor_axis_only() -> None:
@@ -61,7 +67,7 @@ def test_a_recipe_refuses_axes_that_do_not_give_its_devices() -> None:
     with pytest.raises(RecipeError, match=r"placement\.policy: replicate 1 × tensor 2 × shard 2 = 4, and there are 8"):
         make_recipe("placement.devices=8", "placement.policy={shard: 2, tensor: 2}")
     recipe = make_recipe("placement.devices=8", "placement.policy={shard: 2, tensor: 2, replicate: 2}")
-    assert recipe.stored_values()["placement"]["policy"] == {"replicate": 2, "shard": 2, "tensor": 2}
+    assert recipe.stored_values()["placement"]["policy"] == {"replicate": 2, "shard": 2, "context": 1, "tensor": 2}
 
 
 def test_the_vocabulary_is_padded_so_that_the_tensor_axis_divides_it() -> None:
