@@ -38,7 +38,6 @@ SHAPES = {
         MeshSizes(shard=2, tensor=4),
         MeshSizes(replicate=4, shard=2),
         MeshSizes(replicate=2, context=2, tensor=2),
-        MeshSizes(context=4, tensor=2),  # two heads for four ranks: these have all keys
     ),
 }
 NAMES = [(world, name_of(sizes)) for world, shapes in SHAPES.items() for sizes in shapes]

@@ -233,6 +233,32 @@ def test_losses_of_tokens_distributions_and_documents(tmp_path: Path, kind: str,
         assert all(total == 0 and not gradient.any() for total, gradient, _ in found)
 
 
+def kept_bytes(folder: Path, packed: PackedBatch, axis: Any) -> int:
+    """Bytes that autograd keeps of a forward on this rank, each storage once, without parameters."""
+    model = build(
+        ModelSection(path=str(folder)), load_config(folder, trust_remote_code=False), device=CPU, dtype=torch.float32
+    )
+    model.context = axis
+    own = {each.untyped_storage().data_ptr() for each in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        model(to_device(packed, CPU), SPAN, "objective")
+    return sum(each.untyped_storage().nbytes() for where, each in kept.items() if where not in own)
+
+
+def test_activations_are_divided(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "llama", num_key_value_heads=4, vocab_size=60)
+    packed = pack(random_documents((200, 40), vocabulary=60))
+    whole = kept_bytes(folder, packed, None)
+    for mine in on_threads(4, lambda axis: kept_bytes(folder, packed, axis), ThreadContext):
+        assert mine < 0.3 * whole
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [{"gemma3_text": "gemma3"}.get(each, each) for each in MODEL_TYPES])
 def test_every_architecture_of_the_list_has_the_gradient_of_one_device(tmp_path: Path, name: str) -> None:
