@@ -31,6 +31,9 @@ class ThreadAxis:
     def largest(self, values: Tensor) -> Tensor:
         return values.copy_(torch.stack(self._exchange(values)).amax(0))
 
+    def broadcast(self, values: Tensor) -> Tensor:
+        return values.copy_(self._exchange(values)[0])
+
     def gather(self, part: Tensor, dim: int) -> Tensor:
         return torch.cat(self._exchange(part), dim)
 

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.tiny import save_tiny_model, tiny_tokenizer
 from podium.rollout.engine import RolloutEngine
-from rollout.engines import native_engine, vllm_engine
+from rollout.engines import native_engine, tensor_engine, vllm_engine
 from rollout.judge import Judge
 
 EngineFactory = Callable[..., RolloutEngine]
@@ -49,10 +49,16 @@ def other_judge(other_folder: Path) -> Judge:
     return Judge(other_folder)
 
 
-@pytest.fixture(params=["native", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(
+    params=[
+        "native",
+        pytest.param("tensor", marks=pytest.mark.slow),
+        pytest.param("vllm", marks=pytest.mark.vllm),
+    ]
+)
 def engine_factory(request: pytest.FixtureRequest) -> Iterator[EngineFactory]:
     """Makes engines that are closed when the test ends; vLLM allows one at a time."""
-    make = {"native": native_engine, "vllm": vllm_engine}[request.param]
+    make = {"native": native_engine, "tensor": tensor_engine, "vllm": vllm_engine}[request.param]
     made: list[RolloutEngine] = []
 
     def factory(

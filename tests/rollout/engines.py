@@ -29,6 +29,17 @@ def native_engine(folder: Path, *, max_length: int, max_running: int, cache_byte
     return NativeEngine(model, mesh.device, section, decode=tiny_tokenizer().decode)
 
 
+def tensor_engine(folder: Path, *, max_length: int, max_running: int, cache_bytes: int) -> RolloutEngine:
+    """The native engine over two ranks, each with half of the model and of the cache."""
+    from helpers.tensor_engines import engine_on_threads
+    from podium.recipe import RolloutSection
+
+    section = RolloutSection(
+        max_length=max_length, max_running=max_running, memory_gib=cache_bytes / 2 / 2**30, block_size=32
+    )
+    return engine_on_threads(folder, section)
+
+
 def vllm_engine(folder: Path, *, max_length: int, max_running: int, cache_bytes: int) -> RolloutEngine:
     """vLLM in this process, without compilation, which would take longer than the tests."""
     if importlib.util.find_spec("vllm") is None:

@@ -153,6 +153,17 @@ class Weights:
     def of(cls, model: torch.nn.Module) -> Weights:
         return cls({name: parameter.detach() for name, parameter in model.named_parameters()})
 
+    @classmethod
+    def of_engine(cls, engine: Any) -> Weights:
+        """The weights in place in a native engine, without padding rows."""
+        size = engine._model.vocab_size
+        return cls(
+            {
+                name: (each[:size] if "embed" in name or "lm_head" in name else each).detach().clone()
+                for name, each in engine._model.hf.named_parameters()
+            }
+        )
+
     def version(self, number: int) -> WeightVersion:
         specs = [
             TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))

@@ -41,6 +41,13 @@ class TensorAxis:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
 
+    def broadcast(self, values: Tensor) -> Tensor:
+        """Fills `values` on all ranks with those of rank 0, in place."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self.group.broadcast([values], options).wait()
+        return values
+
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """The parts of all ranks, joined in dimension `dim`."""
         part = part.contiguous()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine for the weights of a checkpoint folder, on one device and without training state."""
+"""An engine for the weights of a checkpoint folder, without training state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,13 @@ import torch
 
 from podium.data.tokenizer import answer_text, require_embeddings
 from podium.engine.mesh import Mesh
-from podium.engine.sharding import compute_dtype, place
-from podium.models.causal_lm import PackedCausalLM, load_config
+from podium.engine.sharding import compute_dtype
+from podium.models.causal_lm import load_config
 from podium.models.cpu_settings import CpuSettings
-from podium.models.device import choose_cpu_settings
-from podium.models.packing import to_device
-from podium.models.verify import random_batch, self_check
 from podium.recipe import ModelSection, RolloutSection
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.native.engine import NativeEngine
+from podium.rollout.native.loading import load_for_engine
 
 _GIB = 1 << 30
 _VLLM_RUNNING = {"cuda": 256, "cpu": 64}
@@ -61,48 +60,64 @@ def open_engine(
     max_length: int,
     cpu: CpuSettings | None,
     records_experts: bool = False,
+    tensor: int = 1,
+    timeout_s: float = 600.0,
+    on_death: Callable[[str], object] = lambda reason: None,
 ) -> OpenedEngine:
     """Opens the engine that `rollout` names. `cpu`: settings measured by an earlier start, which are reused.
-    `records_experts`: completions say which experts of a mixture their tokens went to (native engine)."""
+    `records_experts`: completions say which experts of a mixture their tokens went to (native engine). `tensor`: number
+    of devices that hold the model together, from that of the mesh on. `timeout_s`: longest wait of these for each
+    other; `on_death` is told why one of them has ended (native engine)."""
     rollout = rollout.model_copy(update={"max_length": max_length})
     if rollout.engine == "vllm":
-        return _open_vllm(section, folder, mesh, rollout)
-    return _open_native(section, folder, mesh, rollout, tokenizer, cpu, records_experts=records_experts)
+        return _open_vllm(section, folder, mesh, rollout, tensor=tensor)
+    return _open_native(
+        section, folder, mesh, rollout, tokenizer, cpu, records_experts=records_experts, tensor=tensor,
+        timeout_s=timeout_s, on_death=on_death,
+    )  # fmt: skip
 
 
 def _open_native(
     section: ModelSection, folder: Path, mesh: Mesh, rollout: RolloutSection, tokenizer: Any, cpu: CpuSettings | None,
-    *, records_experts: bool,
+    *, records_experts: bool, tensor: int, timeout_s: float, on_death: Callable[[str], object],
 ) -> OpenedEngine:  # fmt: skip
-    torch.set_num_threads(1)
-    model, _ = place(section, folder, mesh, seed=0)  # float32 masters, if any, are freed at once
-    if mesh.device.type == "cuda":
-        torch.cuda.empty_cache()
-    require_embeddings(tokenizer, model.vocab_size)
+    group = None
+    if tensor > 1:
+        from podium.rollout.native.tensor_ranks import start_ranks
+
+        group = start_ranks(
+            section, folder, mesh.device, size=tensor, max_length=rollout.max_length, cpu=cpu, timeout_s=timeout_s,
+        )  # fmt: skip
+        mesh = replace(mesh, tensor=group.axis)
+    with nullcontext() if group is None else group.together():
+        model, cpu = load_for_engine(section, folder, mesh, max_length=rollout.max_length, cpu=cpu)
+        require_embeddings(tokenizer, model.vocab_size)
     dtype = compute_dtype(section, mesh.device)
-    self_check(model, mesh.device, dtype, max_length=rollout.max_length)
-    if mesh.device.type == "cpu":
-        cpu = cpu or _measured(model, mesh.device)
-        cpu.apply()
 
     def decode(tokens: Sequence[int]) -> str:
         return answer_text(tokenizer, tokens)
 
-    engine = NativeEngine(model, mesh.device, rollout, decode=decode, records_experts=records_experts)
-    count = sum(parameter.numel() for parameter in model.hf.parameters())
+    try:
+        engine = NativeEngine(model, mesh.device, rollout, decode=decode, records_experts=records_experts, group=group)
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+    if group is not None:
+        group.on_death = on_death
+    split = model.split
+    count = sum(
+        each.numel() if split is None else split.numel(name, each) for name, each in model.hf.named_parameters()
+    )
     place_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else f"CPU, {cpu}"
-    words = f"{type(model.hf).__name__}, {count / 1e6:.2f}M parameters, {_name(dtype)} on {place_name}"
+    ranks = "" if tensor == 1 else f"{tensor} × "
+    words = f"{type(model.hf).__name__}, {count / 1e6:.2f}M parameters, {_name(dtype)} on {ranks}{place_name}"
     return OpenedEngine(engine=engine, words=words, cpu=cpu if mesh.device.type == "cpu" else None)
 
 
-@torch.no_grad()
-def _measured(model: PackedCausalLM, device: torch.device) -> CpuSettings:
-    model.eval()
-    batch = to_device(random_batch(model.vocab_size, lengths=(16,) * 8 + (128,)), device)
-    return choose_cpu_settings(lambda: model(batch, None, kind="scores"), ranks=1)
-
-
-def _open_vllm(section: ModelSection, folder: Path, mesh: Mesh, rollout: RolloutSection) -> OpenedEngine:
+def _open_vllm(
+    section: ModelSection, folder: Path, mesh: Mesh, rollout: RolloutSection, *, tensor: int
+) -> OpenedEngine:
     from podium.rollout.vllm.engine import VllmEngine
     from podium.rollout.vllm.settings import VllmSettings
 
@@ -115,8 +130,11 @@ def _open_vllm(section: ModelSection, folder: Path, mesh: Mesh, rollout: Rollout
         max_length=rollout.max_length,
         max_running=rollout.max_running or _VLLM_RUNNING[kind],
         cache_bytes=None if memory_gib is None else int(memory_gib * _GIB),
+        tensor_parallel=tensor,
     )
-    return OpenedEngine(engine=VllmEngine(settings), words=f"{folder}, {_name(dtype)} in vLLM on {kind}", cpu=None)
+    ranks = "" if tensor == 1 else f"{tensor} × "
+    words = f"{folder}, {_name(dtype)} in vLLM on {ranks}{kind}"
+    return OpenedEngine(engine=VllmEngine(settings), words=words, cpu=None)
 
 
 def _name(dtype: torch.dtype) -> str:

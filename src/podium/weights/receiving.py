@@ -41,7 +41,7 @@ class Verified:
         finally:
             if isinstance(arriving, Generator):
                 arriving.close()  # now, not when the error is garbage-collected: others may wait for this end
-        _compare(self._version, sums)
+        compare_sums(self._version, sums)
 
     def _checked(self, spec: TensorSpec, came: tuple[str, Tensor] | None) -> Tensor:
         if came is None:
@@ -78,22 +78,30 @@ def verify_in_place(tensors: Mapping[str, Tensor], version: WeightVersion) -> No
     beyond the manifest's are padding and do not count."""
     sums = []
     for spec in version.manifest:
-        tensor = tensors.get(spec.name)
-        if tensor is None:
-            raise _wrong(version, f"the model has no {spec.name}")
-        if not _fits(tensor, spec):
-            raise _wrong(version, f"{spec} is {list(tensor.shape)} {_short(tensor.dtype)} in the model")
+        held = tensors.get(spec.name)
+        tensor = require_tensor(held, None if held is None else tuple(held.shape), spec, version)
         sums.append(piece_fingerprint(tensor, Box.whole(tensor.shape), spec.shape, tensor.dtype))
-    _compare(version, sums)
+    compare_sums(version, sums)
 
 
-def _fits(tensor: Tensor, spec: TensorSpec) -> bool:
-    shape = tuple(tensor.shape)
+def require_tensor(
+    tensor: Tensor | None, shape: tuple[int, ...] | None, spec: TensorSpec, version: WeightVersion
+) -> Tensor:
+    """The model's tensor, if it is there and is of this spec. `shape`: of the whole tensor, padding rows included."""
+    if tensor is None or shape is None:
+        raise _wrong(version, f"the model has no {spec.name}")
+    if not _fits(shape, tensor.dtype, spec):
+        raise _wrong(version, f"{spec} is {list(shape)} {_short(tensor.dtype)} in the model")
+    return tensor
+
+
+def _fits(shape: tuple[int, ...], dtype: torch.dtype, spec: TensorSpec) -> bool:
     same = shape == spec.shape or (bool(shape) and shape[1:] == spec.shape[1:] and shape[0] > spec.shape[0])
-    return same and tensor.dtype == torch_dtype(spec.dtype)
+    return same and dtype == torch_dtype(spec.dtype)
 
 
-def _compare(version: WeightVersion, sums: list[Tensor]) -> None:
+def compare_sums(version: WeightVersion, sums: list[Tensor]) -> None:
+    """Raises unless these are the fingerprints of the version's tensors, in the order of its manifest."""
     values = unsigned(torch.stack(sums)) if sums else []
     fingerprints = {spec.name: value for spec, value in zip(version.manifest, values, strict=True)}
     differing = version.differing(fingerprints)

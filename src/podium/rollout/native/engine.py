@@ -17,25 +17,25 @@ import torch
 from podium.data.splitmix import signed
 from podium.data.trajectories import TrajectoryId
 from podium.errors import RolloutError, WeightMismatchError
-from podium.models.causal_lm import PackedCausalLM, longest_packable, padded_parameters
+from podium.models.causal_lm import PackedCausalLM, longest_packable
 from podium.progress import mark_progress
 from podium.recipe import EngineSection
 from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange
 from podium.rollout.fair_lock import FairLock
 from podium.rollout.native.block_manager import BlockManager
-from podium.rollout.native.cache import KVCache, attention_layers, bytes_per_token
+from podium.rollout.native.cache import attention_layers, bytes_per_token
+from podium.rollout.native.engine_memory import EngineMemory, free_on_each
+from podium.rollout.native.engine_weights import EngineWeights
 from podium.rollout.native.expert_cache import ExpertCache
-from podium.rollout.native.holding import free_bytes, hold
 from podium.rollout.native.rows import Rows, RowTable, Sequence
 from podium.rollout.native.runner import Runner, SamplingTable, StepResult
 from podium.rollout.native.runners import make_runner
 from podium.rollout.native.scheduler import Drain, Scheduler, StepPlan
 from podium.rollout.native.sizing import choose_sizes
 from podium.rollout.native.stop_strings import Decode, completed_string
+from podium.rollout.native.tensor_group import Prepare, TensorLeader
 from podium.rollout.randomness import stream_key
 from podium.rollout.requests import Completion, Request, failed
-from podium.weights.held import all_tensors, fill_held, held_tensors
-from podium.weights.receiving import Verified, check_manifest, verify_in_place
 from podium.weights.transports import Delivery
 from podium.weights.versions import WeightVersion
 from podium.weights.whole_copy import WholeCopy
@@ -63,14 +63,19 @@ class NativeEngine:
         copy: WholeCopy | None = None,
         version: int = 0,
         records_experts: bool = False,
+        group: TensorLeader | None = None,
     ) -> None:
         """`decode`: token ids to text, needed for stop strings only. `copy`: freed while the engine sleeps.
-        `records_experts`: completions of a mixture say which experts their tokens went to."""
+        `records_experts`: completions of a mixture say which experts their tokens went to. `group`: other ranks, which
+        have the other parts of a divided model; the engine closes it."""
         section = section or EngineSection()
         self._model, self._device, self._decode, self._copy = model, device, decode, copy
-        self._version = version
+        self._version, self._group = version, group
+        self._weights = EngineWeights(model, group)
         self._lock = FairLock()
         model.eval()
+        if group is not None:
+            group.send(Prepare())
         modules, shapes = attention_layers(model, device)
         dtype = model.head_weight.dtype
         token_bytes = bytes_per_token(shapes, dtype)
@@ -79,20 +84,15 @@ class NativeEngine:
             context=_context(model),
             token_bytes=token_bytes,
             cuda=device.type == "cuda",
-            free_bytes=free_bytes(device),
+            free_bytes=free_on_each(device, group),
         )
         sizes = self._sizes
         # One block more than are allocated: idle lanes of a graph write there.
         num_blocks = sizes.num_blocks + (0 if sizes.slots else 1)
-        self._holding = hold(num_blocks * sizes.block_size * token_bytes, device)
-        cache = KVCache(
-            shapes,
-            num_blocks=num_blocks,
-            block_size=sizes.block_size,
-            storage=self._holding.bytes,
-            dtype=dtype,
+        self._memory = EngineMemory(
+            shapes, dtype, device, num_blocks=num_blocks, block_size=sizes.block_size, copy=copy, group=group
         )
-        self._cache = cache
+        cache = self._cache = self._memory.cache
         self._block_manager = BlockManager(sizes.num_blocks, sizes.block_size, remember=section.reuse_prefixes)
         self._experts: ExpertCache | None = None
         recorded = model.routers.shape if records_experts and model.routers is not None else None
@@ -107,7 +107,7 @@ class NativeEngine:
         )
         self._runner: Runner = make_runner(
             model, modules, cache, self._rows, self._sampling, device, slots=sizes.slots, decode=section.decode,
-            recorded=recorded,
+            recorded=recorded, group=group,
         )  # fmt: skip
         self._sequences: dict[TrajectoryId, Sequence] = {}
         self._launched: deque[_Launched] = deque()
@@ -228,12 +228,7 @@ class NativeEngine:
                 self._preempt_all()
             self._block_manager.forget()
             try:
-                mine = held_tensors(self._model)
-                check_manifest(version, mine, padded_parameters(self._model))
-                if delivery is None:
-                    verify_in_place(mine, version)
-                else:
-                    fill_held(mine, Verified(delivery, version))
+                self._weights.take(version, delivery)
             except BaseException as error:
                 self._refusal = str(error) if isinstance(error, WeightMismatchError) else "the last install failed"
                 raise
@@ -243,7 +238,7 @@ class NativeEngine:
         """Whether the frozen weights (the base of an adapter) match `version`."""
         with self._lock:
             self._check_open()
-            verify_in_place(all_tensors(self._model), version)
+            self._weights.check_frozen(version)
 
     def adopt(self, version: WeightVersion) -> None:
         """Takes the version number of weights that changed in place in these tensors. There is no other copy to compare
@@ -253,7 +248,7 @@ class NativeEngine:
             self._take_in(lag=0)
             self._preempt_all()
             self._block_manager.forget()
-            check_manifest(version, held_tensors(self._model), padded_parameters(self._model))
+            self._weights.check(version)
             self._version, self._refusal = version.number, None
 
     # Memory
@@ -267,10 +262,9 @@ class NativeEngine:
             self._take_in(lag=0)
             self._preempt_all()
             self._block_manager.forget()
-            before = free_bytes(self._device)
-            accounted = self._holding.release() + (self._copy.release() if self._copy is not None else 0)
+            change = self._memory.release()
             self._asleep = True
-            return MemoryChange(measured_bytes=self._measured(before), accounted_bytes=accounted)
+            return change
 
     def wake(self) -> MemoryChange:
         """Takes the memory again."""
@@ -278,20 +272,13 @@ class NativeEngine:
             self._check_open()
             if not self._asleep:
                 return MemoryChange(measured_bytes=0, accounted_bytes=0)
-            before = free_bytes(self._device)
-            moved = self._holding.restore()
-            accounted = self._holding.nbytes
+            change, moved = self._memory.restore()
             if self._copy is not None:
-                moved |= self._copy.restore()
-                accounted += self._copy.nbytes
                 self._refusal = "its copy of the weights was given up while it slept, and none has been installed since"
             if moved:
                 self._runner.forget_addresses()
             self._asleep = False
-            return MemoryChange(measured_bytes=-self._measured(before), accounted_bytes=accounted)
-
-    def _measured(self, before: int) -> int:
-        return free_bytes(self._device) - before if self._device.type == "cuda" else 0
+            return change
 
     # State
 
@@ -303,7 +290,7 @@ class NativeEngine:
             max_length=self._sizes.max_length,
             max_running=self._sizes.max_running,
             cache_tokens=self._sizes.cache_tokens,
-            cache_bytes=self._holding.nbytes,
+            cache_bytes=self._memory.cache_bytes,
         )
 
     def load(self) -> Load:
@@ -334,7 +321,9 @@ class NativeEngine:
             self._sequences.clear()
             self._launched.clear()
             self._runner.close()
-            self._holding.close()
+            self._memory.close()
+            if self._group is not None:
+                self._group.close()
 
     # One step
 
@@ -487,6 +476,8 @@ class NativeEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise RolloutError("the engine is closed.")
+        if self._group is not None:
+            self._group.check()
 
 
 def _context(model: PackedCausalLM) -> int:

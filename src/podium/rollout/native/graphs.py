@@ -24,9 +24,10 @@ from podium.models.causal_lm import PackedCausalLM
 from podium.models.head import full_logits, shaped_scores
 from podium.models.routing import Routing
 from podium.rollout.native.cache import KVCache
+from podium.rollout.native.forward import ModelForward, recording
 from podium.rollout.native.kernels import cut_for, paged_decode, sample_on_device
 from podium.rollout.native.rows import Rows, RowTable
-from podium.rollout.native.runner import EagerRunner, SamplingTable, StepSamples, recording
+from podium.rollout.native.runner import EagerRunner, SamplingTable, StepSamples
 from podium.rollout.native.sampling import sample
 from podium.rollout.native.scheduler import StepPlan
 from podium.rollout.randomness import uniforms
@@ -100,7 +101,8 @@ class GraphRunner:
         whose choices are recorded."""
         self._model, self._modules, self._cache, self._rows, self._sampling = model, modules, cache, rows, samples
         self._device, self._compiled = device, compiled
-        self._eager = EagerRunner(model, modules, cache, rows, samples, device, slots=False, recorded=recorded)
+        forward = ModelForward(model, modules, cache, device, recorded=recorded)
+        self._eager = EagerRunner(forward, cache, rows, samples, slots=False)
         self._attach()
         count, width = rows.num_rows + 1, rows.blocks_RM.shape[1]
         self._token_R = torch.zeros(count, dtype=torch.int64, device=device)

@@ -6,24 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from podium.data.documents import Tokens
-from podium.data.routed_experts import Experts, RouterShape
-from podium.models.causal_lm import PackedCausalLM
-from podium.models.cost import has_experts
-from podium.models.device import onednn_off
-from podium.models.head import next_token_scores
-from podium.models.routing import Routing
-from podium.rollout.native.attention import CachedStep, PackedSpans, QuerySpan, SlotRun
+from podium.data.routed_experts import Experts
+from podium.rollout.native.attention import SlotRun
 from podium.rollout.native.cache import KVCache
+from podium.rollout.native.forward import HostPackedSpans, HostSpan, ModelForward, StepInputs
 from podium.rollout.native.rows import Rows, RowTable
 from podium.rollout.native.sampling import LogitsProcessing, SampledTokens, sample
 from podium.rollout.native.scheduler import Chunk, StepPlan
@@ -85,48 +80,22 @@ class Known:
         return self.samples
 
 
-def recording(shape: RouterShape, num_tokens: int, device: torch.device) -> Routing:
-    """Routers that write their choices for so many tokens."""
-    dtype = torch.uint8 if shape.dtype is np.uint8 else torch.int16
-    size = (shape.num_layers, num_tokens, shape.per_token)
-    return Routing(recorded_LTK=torch.empty(size, dtype=dtype, device=device))
-
-
-# On CPU a matrix product rounds a row in the same way whatever other rows it has, but for small counts, which go to
-# routines of their own: one row always, up to eight where oneDNN multiplies large matrices. And elementwise kernels
-# compute what is left behind the last whole vector of a tensor with other functions: whole vectors of rows leave none.
-_CPU_ROWS = 16
-
-
 class EagerRunner:
-    """Feeds and samples in one go; its results are known when `run` returns.
-
-    On CPU the numbers of a token do not depend on its batch: some rows are computed again until kernels treat every row
-    of that count alike. The experts of a mixture may get any number of tokens. There every token is fed twice (no
-    expert sees a single one) and oneDNN, which has special routines for other small numbers, is off."""
+    """Feeds and samples in one go; its results are known when `run` returns."""
 
     lag = 0
 
     def __init__(
         self,
-        model: PackedCausalLM,
-        modules: Sequence[nn.Module],
+        forward: ModelForward,
         cache: KVCache,
         rows: RowTable,
         samples: SamplingTable,
-        device: torch.device,
         *,
         slots: bool,
-        recorded: RouterShape | None = None,
     ) -> None:
-        """`recorded`: sizes of the routers whose choices are recorded."""
-        self._recorded = recorded
-        self.experts_LTK: Tensor | None = None  # of the tokens of the last forward
-        self._model, self._cache, self._rows, self._sampling, self._device = model, cache, rows, samples, device
+        self._forward, self._cache, self._rows, self._sampling = forward, cache, rows, samples
         self._slots = slots
-        self._row_multiple = _CPU_ROWS if device.type == "cpu" else 1
-        self._feeds_twice = device.type == "cpu" and has_experts(model.hf)
-        self._layers = {id(module): layer for module, layer in zip(modules, cache.layers, strict=True)}
         self._segments: tuple[bytes, list[Segment]] = (b"", [])
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -150,66 +119,41 @@ class EagerRunner:
     def close(self) -> None:
         """Does nothing: no resources are held."""
 
+    @property
+    def experts_LTK(self) -> Tensor | None:
+        """Experts of the tokens of the last forward, if they are recorded."""
+        return self._forward.experts_LTK
+
     def forward(self, decode: Rows, chunks: Sequence[Chunk]) -> Tensor:
         """Float32 logits of the rows that sample: the decode rows, then the chunks that reach their end; then
-        `_repeats` of these."""
+        `ModelForward.repeats` of these."""
+        return self._forward.run(self._inputs(decode, chunks))
+
+    def _inputs(self, decode: Rows, chunks: Sequence[Chunk]) -> StepInputs:
         rows = self._rows
         at_N = rows.fed_R[decode] - 1
         parts = [np.arange(chunk.start, chunk.stop) for chunk in chunks]
         row_T = np.concatenate([decode, *(np.full(c.stop - c.start, c.row) for c in chunks)])
         position_T = np.concatenate([at_N, *parts])
-        repeats = self._repeats(len(row_T), twice=self._feeds_twice)
-        routing = None if self._recorded is None else recording(self._recorded, len(row_T) + len(repeats), self._device)
-        step = CachedStep(
-            layers=self._layers,
-            block_T=self.moved(rows.blocks_RM[row_T, position_T // rows.block_size]),
-            offset_T=self.moved(position_T % rows.block_size),
-            slot_runs=self._slot_runs(decode, at_N + 1),
-            lengths_N=self.moved(at_N + 1),
-            pieces=self._pieces(decode, chunks),
-            packed=self._packed(chunks) if self._device.type == "cuda" and chunks and not len(decode) else None,
-            repeats=self.moved(repeats) if len(repeats) else None,
-        )
-        fed = np.concatenate([np.arange(len(row_T)), repeats])
-        with self._kernels(), self._model.routed(routing):
-            out = self._model.hf.get_decoder()(
-                input_ids=self.moved(rows.tokens_RL[row_T, position_T].astype(np.int64)[fed])[None],
-                position_ids=self.moved(position_T[fed])[None],
-                use_cache=False,
-                packing=step,
-            )
-        if routing is not None and routing.recorded_LTK is not None:
-            self.experts_LTK = routing.recorded_LTK[:, : len(row_T)]
         ends = len(decode) + np.cumsum([chunk.stop - chunk.start for chunk in chunks]) - 1
         reached = [int(end) for end, c in zip(ends, chunks, strict=True) if c.samples]
-        drawing = np.concatenate([np.arange(len(decode)), np.array(reached, np.int64)])
-        return self._logits(out.last_hidden_state[0], drawing)
-
-    def _kernels(self) -> AbstractContextManager[None]:
-        """Disables compiled layers, which would be compiled again for every shape of a step."""
-        if self._device.type == "cuda":
-            return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
-        if self._feeds_twice:
-            return onednn_off()
-        return nullcontext()
-
-    def _logits(self, hidden: Tensor, drawing: Rows) -> Tensor:
-        """Logits of these rows of a forward."""
-        chosen = np.concatenate([drawing, drawing[self._repeats(len(drawing))]])
-        if len(chosen) != len(hidden) or (chosen != np.arange(len(hidden))).any():
-            hidden = hidden.index_select(0, self.moved(chosen))
-        return next_token_scores(hidden, self._model.head_weight, self._model.head_spec)
-
-    def _repeats(self, count: int, *, twice: bool = False) -> Rows:
-        """Which of `count` rows are computed again beside them, so that their numbers do not depend on the count."""
-        missing = count if twice else 0
-        missing += -(count + missing) % self._row_multiple
-        return np.arange(missing, dtype=np.int64) % max(count, 1)
+        is_packed = self._forward.device.type == "cuda" and len(chunks) > 0 and not len(decode)
+        return StepInputs(
+            tokens_T=rows.tokens_RL[row_T, position_T].astype(np.int64),
+            positions_T=position_T,
+            block_T=rows.blocks_RM[row_T, position_T // rows.block_size],
+            offset_T=position_T % rows.block_size,
+            slot_runs=self._slot_runs(decode, at_N + 1),
+            lengths_N=at_N + 1,
+            spans=self._spans(decode, chunks),
+            packed=self._packed(chunks) if is_packed else None,
+            sampled_B=np.concatenate([np.arange(len(decode)), np.array(reached, np.int64)]),
+        )
 
     def sample(self, logits_BV: Tensor, rows: Rows) -> SampledTokens:
         """Samples one token for each of these rows. `logits_BV` come from `forward`."""
         table, count = self._sampling, len(rows)
-        rows = np.concatenate([rows, rows[self._repeats(count)]])
+        rows = np.concatenate([rows, rows[self._forward.repeats(count)]])
         # The token's own position in its sequence keys the stream. `length` counts the token that is being sampled.
         position_B = self._rows.length_R[rows] - 1
         sampled = sample(
@@ -237,7 +181,7 @@ class EagerRunner:
                     num_new=length - int(table.prompt_R[row]),
                 )
             )
-        return processings + [processings[at] for at in self._repeats(len(processings))]
+        return processings + [processings[at] for at in self._forward.repeats(len(processings))]
 
     def _slot_runs(self, decode: Rows, lengths_N: Rows) -> list[SlotRun]:
         if not self._slots or not len(decode):
@@ -261,34 +205,33 @@ class EagerRunner:
             self._segments = (key, segments(slots, lengths_N))
         return self._segments[1]
 
-    def _pieces(self, decode: Rows, chunks: Sequence[Chunk]) -> list[QuerySpan]:
+    def _spans(self, decode: Rows, chunks: Sequence[Chunk]) -> list[HostSpan]:
         """Prompts and, without slots, all decode rows are read sequence by sequence."""
-        rows, first, pieces = self._rows, len(decode), []
+        rows, first, spans = self._rows, len(decode), []
         if not self._slots:
             singles = zip(decode.tolist(), rows.fed_R[decode].tolist(), strict=True)
-            pieces = [self._piece(row, at, 1, length) for at, (row, length) in enumerate(singles)]
+            spans = [self._span(row, at, 1, length) for at, (row, length) in enumerate(singles)]
         for chunk in chunks:
-            pieces.append(self._piece(chunk.row, first, chunk.stop - chunk.start, chunk.stop))
+            spans.append(self._span(chunk.row, first, chunk.stop - chunk.start, chunk.stop))
             first += chunk.stop - chunk.start
-        return pieces
+        return spans
 
-    def _piece(self, row: int, first: int, count: int, length: int) -> QuerySpan:
-        blocks = self._rows.blocks_RM[row, : -(-length // self._rows.block_size)]
-        return QuerySpan(first=first, count=count, length=length, blocks=self.moved(blocks))
+    def _span(self, row: int, first: int, count: int, length: int) -> HostSpan:
+        blocks = self._rows.blocks_RM[row, : -(-length // self._rows.block_size)].copy()
+        return HostSpan(first=first, count=count, length=length, blocks=blocks)
 
-    def _packed(self, chunks: Sequence[Chunk]) -> PackedSpans:
+    def _packed(self, chunks: Sequence[Chunk]) -> HostPackedSpans:
         counts = np.array([chunk.stop - chunk.start for chunk in chunks])
         lengths = np.array([chunk.stop for chunk in chunks])
         block = offset = None
         if any(chunk.start for chunk in chunks):
             at = np.concatenate([np.arange(length) for length in lengths])
             row = np.repeat([chunk.row for chunk in chunks], lengths)
-            block = self.moved(self._rows.blocks_RM[row, at // self._rows.block_size])
-            offset = self.moved(at % self._rows.block_size)
-        return PackedSpans(
-            first=0,
-            query_bounds=self.moved(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
-            key_bounds=self.moved(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
+            block = self._rows.blocks_RM[row, at // self._rows.block_size]
+            offset = at % self._rows.block_size
+        return HostPackedSpans(
+            query_bounds=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            key_bounds=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
             longest_query=int(counts.max()),
             longest_key=int(lengths.max()),
             key_block=block,
@@ -297,7 +240,4 @@ class EagerRunner:
 
     def moved(self, array: NDArray[Any]) -> Tensor:
         """Copies to the device without waiting for it."""
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor
+        return self._forward.moved(array)
