@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +30,7 @@ from podium.errors import PodiumError, RecipeError, counted
 from podium.models import context_plan
 from podium.models.adapter_folder import check_adapter
 from podium.models.folder import check_model_folder, check_speaks, read_config
-from podium.models.tensor_plan import KEY, possible_sizes, undivided, unsupported_type
+from podium.models.tensor_plan import KEY, MODEL_TYPES, possible_sizes, undivided, unsupported_type
 from podium.observe.row_progress import RowProgress
 from podium.observe.tracking import TRACKERS, require_tracker
 from podium.recipe import (
@@ -52,6 +53,7 @@ from podium.recipe import (
 )
 from podium.recipe.definitions import definition_of
 from podium.recipe.dense import CustomPreference
+from podium.recipe.generator_mesh import KEY as GENERATOR_KEY
 from podium.recipe.losses import PAIR_INPUTS, TOKEN_INPUTS, declared_inputs
 from podium.recipe.policy_mesh import PolicyMeshSection, nearest
 from podium.recipe.programs import wrong_kind
@@ -142,6 +144,8 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
         yield partial(_check_tensor_axis, recipe.placement.policy, recipe.placement.training_devices, recipe)
     if recipe.placement.policy is not None and recipe.placement.policy.context > 1:
         yield partial(_check_context_axis, recipe)
+    if isinstance(recipe, OnPolicyRecipe) and recipe.placement.generator_tensor > 1:
+        yield partial(_check_generator, recipe)
 
 
 def _text_configs(recipe: Recipe) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
@@ -160,6 +164,30 @@ def _check_context_axis(recipe: Recipe) -> None:
         reason = context_plan.unsupported_type(str(config.get("model_type")))
         if reason is not None:
             raise RecipeError(f"{context_plan.KEY}: {key}: {reason}")
+
+
+def _check_generator(recipe: OnPolicyRecipe) -> None:
+    """That so many devices can hold a generator together. A folder without a config is another look's."""
+    size, path = recipe.placement.generator_tensor, Path(recipe.model.path)
+    if not (path / "config.json").is_file():
+        return
+    config = read_config(path, "model.path")
+    config = config.get("text_config") or config
+    if recipe.rollout.engine == "vllm":  # it copies key-value heads to ranks that would have none
+        config = {"num_attention_heads": config.get("num_attention_heads")}
+    elif config.get("model_type") not in MODEL_TYPES:
+        raise RecipeError(
+            f"{GENERATOR_KEY}: {config.get('model_type')} is not among the architectures that the native engine "
+            f"divides ({', '.join(MODEL_TYPES)}). Remove it, or use rollout.engine vllm."
+        )
+    left = undivided(config, size)
+    if left:
+        apart = recipe.placement.rollout_devices or recipe.placement.devices // 2
+        fits = [each for each in possible_sizes(config, apart) if apart % each == 0]
+        best = min(fits, key=lambda each: (abs(math.log(each / size)), each))
+        raise RecipeError(
+            f"{GENERATOR_KEY}: {size} does not divide {' and '.join(left)} of model.path ({path}). Use {best}."
+        )
 
 
 def _check_tensor_axis(policy: PolicyMeshSection, devices: int, recipe: Recipe) -> None:

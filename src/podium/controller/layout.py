@@ -105,8 +105,10 @@ def layout_of(
     pools = [Pool(name=TRAIN, slots=ranks, each=each, together=recipe.placement.mesh_sizes.tensor)]
     roles = _train_roles(recipe, folder, names, ranks=ranks, device=device, resume_step=resume_step, cpu=cpu)
     if apart:
-        most, grace_s = recipe.placement.max_rollout_devices or apart, recipe.placement.grace_s
-        pools.append(Pool(name=ROLLOUT, slots=most, each=each, collectives=False, at_start=apart, grace_s=grace_s))
+        size, grace_s = recipe.placement.generator_tensor, recipe.placement.grace_s
+        most, first = (recipe.placement.max_rollout_devices or apart) // size, apart // size
+        own = _of_generators(recipe, device)
+        pools.append(Pool(name=ROLLOUT, slots=most, each=own, collectives=False, at_start=first, grace_s=grace_s))
         generator = _generator(recipe, learner=None)
         roles.append(_role(GENERATOR, Generator, ROLLOUT, MeshShape(replica=most), generator))
         if names.lent is not None:
@@ -122,7 +124,6 @@ def layout_of(
 def trial_layout(recipe: OnPolicyRecipe, *, device: str) -> Layout:
     """Pools and roles of a trial, which generates and grades and trains nothing: a generator with its own weights, and
     reward models."""
-    each = Resources(cpus=_DEVICE_CPUS, gpus=1.0 if device == "cuda" else 0.0)
     mesh = MeshShape(replica=1)
     roles = [_role(GENERATOR, Generator, ROLLOUT, mesh, _generator(recipe, learner=None))]
     max_tokens = recipe.micro_batch_tokens or MICRO_BATCH[device]
@@ -130,8 +131,15 @@ def trial_layout(recipe: OnPolicyRecipe, *, device: str) -> Layout:
         scorer = _reward_model(recipe, index, max_tokens)
         roles.append(_role(name, RewardModel, ROLLOUT, MeshShape(shard=1), scorer))
     helper_pools, helper_roles = _helper_roles(recipe)
-    pool = Pool(name=ROLLOUT, slots=1, each=each, collectives=False)
+    pool = Pool(name=ROLLOUT, slots=1, each=_of_generators(recipe, device), collectives=False)
     return Layout(pools=(pool, *helper_pools), roles=(*roles, *helper_roles))
+
+
+def _of_generators(recipe: OnPolicyRecipe, device: str) -> Resources:
+    """Resources of one generator with its own weights. Its devices are one slot, so they are on one node; the engine
+    starts a process for each device beside the worker's."""
+    size = recipe.placement.generator_tensor
+    return Resources(cpus=_DEVICE_CPUS * size, gpus=float(size) if device == "cuda" else 0.0)
 
 
 def _helper_roles(recipe: OnPolicyRecipe, *, lent: str | None = None) -> tuple[list[Pool], list[RoleSpec]]:
@@ -255,6 +263,7 @@ def _generator(recipe: OnPolicyRecipe, *, learner: str | None) -> GeneratorSpec:
         learner=learner,
         deadline_s=recipe.placement.timeout_s + HANG_SLACK_S,
         records_experts=recipe.may_replay_routers,
+        tensor=recipe.placement.generator_tensor if learner is None else 1,
     )
 
 

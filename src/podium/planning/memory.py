@@ -206,12 +206,13 @@ class _Needs:
         away = POLICY in leaving
         kept = [term for term in state if not (away and term in offloadable)]
         beside = [] if away else [*frozen, *critic]
-        own = [MemoryTerm(name="weights", num_bytes=self._shape.num_parameters * self._itemsize)]
+        size = recipe.placement.generator_tensor
+        own = [MemoryTerm(name="weights", num_bytes=self._shape.num_parameters * self._itemsize // size)]
         sleeps = bool(leaving & {"generator", LENT})
         phases: list[PhaseMemory] = []
         cache_while_learning: list[MemoryTerm] = []
         if layout == "split":
-            terms = self._with_cache(own)
+            terms = self._with_cache(own, size)
             phases.append(self._phase("rollout", "generator", terms, self._generators(recipe)))
         else:
             copies = [] if ranks == 1 else [MemoryTerm(name="weight copies", num_bytes=own[0].num_bytes)]
@@ -278,8 +279,8 @@ class _Needs:
             chosen["gathered layers"] = gathered * itemsize + shape.layer_parameters * _MASTER_BYTES
         return [MemoryTerm(name=name, num_bytes=size) for name, size in chosen.items() if size]
 
-    def _with_cache(self, held: Sequence[MemoryTerm]) -> list[MemoryTerm]:
-        """These terms and a KV cache in what they leave free."""
+    def _with_cache(self, held: Sequence[MemoryTerm], parts: int = 1) -> list[MemoryTerm]:
+        """These terms and a KV cache in what they leave free. `parts`: devices over which its heads are divided."""
         from podium.controller.layout import longest_sequence
 
         recipe = self._recipe
@@ -287,7 +288,7 @@ class _Needs:
         context = CONTEXT_BYTES[self._device.kind]
         workers = 1 if self._cuda else recipe.placement.devices
         free = self._device.memory_bytes // workers - context - sum(term.num_bytes for term in held)
-        token_bytes = self._shape.cache_elements * self._itemsize
+        token_bytes = self._shape.cache_elements * self._itemsize // parts
         section = recipe.rollout.model_copy(update={"max_length": longest_sequence(recipe)}) if (
             recipe.data.max_length is not None
         ) else recipe.rollout  # fmt: skip

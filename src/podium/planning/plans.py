@@ -22,6 +22,7 @@ from podium.planning.run_records import configuration_of, opened, program_of, re
 from podium.planning.search import STALENESSES, MeasuredChoices, SearchResult, predicted, search
 from podium.planning.shape_costs import Episodes
 from podium.recipe import OnPolicyRecipe, Recipe, SpmdRecipe
+from podium.recipe.generator_mesh import KEY as GENERATOR_KEY
 
 # Before a run nothing is known of its answers but their limit.
 _USUAL_PART, _USUAL_SIGMA = 4, 0.8
@@ -56,6 +57,7 @@ def plan_runs(
                 f"{what}: {runs[0]} is a run of {recipe.program}, which generates nothing. Leave it out."
             )
         return plan_fixed_data_run(runs[0], recipe, step_lines(folder), devices, steps or recipe.steps)
+    _require_single(recipe)
     first, *others = [read_records(run) for run in runs]
     run = estimate_costs(first, others=others)
     if steps is not None:
@@ -126,6 +128,7 @@ def plan_recipe(
         return plan_fixed_data(recipe, device, devices, steps or recipe.steps)
     if not isinstance(recipe, OnPolicyRecipe):
         raise RecipeError(f"program: {recipe.program} has no plan.")
+    _require_single(recipe)
     base, workload = configuration_of(recipe, kind=device.kind), workload_of(recipe)
     workload = workload if steps is None else replace(workload, steps=steps)
     episodes, assumed = _episodes(recipe, assumptions, shape_of(recipe.model).context)
@@ -152,6 +155,15 @@ def plan_recipe(
         changes=recipe_changes(recipe, base, best.configuration),
         reasons=tuple(choices.reasons(best.configuration)),
     )  # fmt: skip
+
+
+def _require_single(recipe: Recipe) -> None:
+    """Plans count one device for each generator."""
+    if isinstance(recipe, OnPolicyRecipe) and recipe.placement.generator_tensor > 1:
+        raise RecipeError(
+            f"{GENERATOR_KEY}: plans know generators of one device only, not of {recipe.placement.generator_tensor}. "
+            "`podium check` says what the run takes of memory."
+        )
 
 
 def _episodes(recipe: OnPolicyRecipe, assumptions: Assumptions, context: int) -> tuple[Episodes, str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from podium.recipe.algorithm import GrpoAlgorithm, PolicySection
+from podium.recipe.generator_mesh import generator_rules
 from podium.recipe.solving import TOTAL
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def on_policy_rules(recipe: OnPolicyRecipe) -> list[str]:
         *_kl(recipe),
         *_batches(recipe),
         *_placement(recipe),
+        *generator_rules(recipe),
         *_engine(recipe),
         *_staleness(recipe),
         *_environment(recipe),

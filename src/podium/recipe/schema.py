@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from podium.recipe.fields import Count, NonNegative, OneOrMore, PathSection, Place, Real, Section, Switch, Text
+from podium.recipe.generator_mesh import GeneratorMeshSection
 from podium.recipe.plugins import Plugin
 from podium.recipe.policy_mesh import MeshSizes, PolicyMeshSection
 
@@ -247,6 +248,9 @@ class OnPolicyPlacementSection(PlacementSection):
         "the running job when the Ray cluster has free devices for them, for instance those of a new node. Default: "
         "`rollout_devices`.",
     )
+    generator: GeneratorMeshSection | None = Field(
+        None, description="layout split: devices of each generator; default: one."
+    )
     grace_s: Real = Field(
         30.0,
         gt=0,
@@ -265,6 +269,11 @@ class OnPolicyPlacementSection(PlacementSection):
         if self.layout == "colocated":
             return self.devices
         return self.devices - (self.rollout_devices or self.devices // 2)
+
+    @property
+    def generator_tensor(self) -> int:
+        """Number of devices of each generator."""
+        return 1 if self.generator is None else self.generator.tensor
 
 
 class CheckpointSection(Section):

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generator: an engine on one device that answers prompts, with the learner's weights or its own copy."""
+"""The generator: an engine that answers prompts, with the learner's weights or its own copy."""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -35,12 +37,13 @@ from podium.weights.weight_transfers import WeightTransfer
 from podium.weights.whole_copy import WholeCopy
 
 _IDLE_S = 0.05
+_RANK_DIED = 70  # exit code
 # Episodes are sent as they end, but not more often than this: each block costs the controller a message.
 _BLOCK_EVERY_S = 0.05
 
 
 class GeneratorRank(Generator):
-    """One engine."""
+    """One engine, on one device or on several."""
 
     def __init__(self, context: WorkerContext, spec: GeneratorSpec) -> None:
         transformers.logging.set_verbosity_error()
@@ -231,7 +234,8 @@ class GeneratorRank(Generator):
             mesh = adopt(rank=0, world=1, device=context.device, devices=None)
             opened = open_engine(
                 spec.model, spec.folder, mesh, section, tokenizer=self._tokenizer, max_length=spec.max_length,
-                cpu=spec.cpu, records_experts=spec.records_experts,
+                cpu=spec.cpu, records_experts=spec.records_experts, tensor=spec.tensor, timeout_s=spec.deadline_s,
+                on_death=_end_with_a_rank,
             )  # fmt: skip
             return opened.engine
         self._learner = learner = context.colocated_role(spec.learner, LearnerRank)
@@ -288,3 +292,9 @@ class GeneratorRank(Generator):
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return answer_text(self._tokenizer, tokens)
+
+
+def _end_with_a_rank(reason: str) -> None:
+    """Ends this process: without one of its devices a generator is dead, and the controller replaces it."""
+    print(f"the generator ends: {reason}", file=sys.stderr, flush=True)
+    os._exit(_RANK_DIED)

@@ -211,6 +211,7 @@ class GeneratorSpec:
     cpu: CpuSettings | None = None
     deadline_s: float = 600.0  # without progress
     records_experts: bool = False  # which ones of a mixture tokens go to
+    tensor: int = 1  # devices that hold its weights together, if it has its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

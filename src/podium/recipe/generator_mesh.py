@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`placement.generator`: over how many devices each generator holds the model. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from podium.recipe.fields import Count, Section
+
+if TYPE_CHECKING:
+    from podium.recipe.recipes import OnPolicyRecipe
+
+KEY = "placement.generator.tensor"
+
+
+class GeneratorMeshSection(Section):
+    """Devices of each generator."""
+
+    tensor: Count = Field(
+        1,
+        description="Tensor parallelism: so many devices of one node hold each generator's weights and KV cache "
+        "together, with layout split. Divides `rollout_devices` and the model's attention and key-value heads.",
+    )
+
+
+def nearest_divisor(asked: int, *numbers: int) -> int:
+    """The number that divides all of these and differs from what was asked for by the smallest factor."""
+    common = math.gcd(*numbers)
+    fits = [size for size in range(1, common + 1) if common % size == 0]
+    return min(fits, key=lambda size: (abs(math.log(size / asked)), size))
+
+
+def generator_rules(recipe: OnPolicyRecipe) -> Iterator[str]:
+    """Rules of `placement.generator`."""
+    placement = recipe.placement
+    size = placement.generator_tensor
+    if size == 1:
+        return
+    if placement.layout != "split":
+        yield (
+            f"{KEY}: {size} devices of one generator need devices of their own, and with layout {placement.layout} the "
+            "learner's devices generate. Set placement.layout to split, or remove it."
+        )
+        return
+    first = placement.rollout_devices or placement.devices // 2
+    asked = {"rollout_devices": first, "max_rollout_devices": placement.max_rollout_devices}
+    for key, count in asked.items():
+        if count is not None and count % size:
+            fits = nearest_divisor(size, *(each for each in asked.values() if each is not None))
+            yield (
+                f"{KEY}: {size} does not divide the {count} devices that generate (placement.{key}). Use {fits}, or "
+                f"set placement.{key} to {max(1, round(count / size)) * size}."
+            )
+            return
+    rows = recipe.model.pad_vocab_to
+    if recipe.rollout.engine == "native" and rows % size:
+        yield (
+            f"model.pad_vocab_to: {rows} is no multiple of {KEY} {size}, over which the vocabulary is divided. Use "
+            f"{math.lcm(rows, size)}."
+        )
