@@ -77,6 +77,9 @@ def make_engine(settings: VllmSettings) -> Any:
             gpu_memory_utilization=settings.memory_share,
             block_size=settings.block_size,
             tensor_parallel_size=settings.tensor_parallel,
+            # Processes of this one. In a placement group of Ray, vLLM would start actors instead, for which there is
+            # no room: the devices are this worker's.
+            distributed_executor_backend="mp" if settings.tensor_parallel > 1 else None,
             enforce_eager=not settings.compiled,
             enable_prefix_caching=True,
             enable_sleep_mode=compat.is_cuda(),
