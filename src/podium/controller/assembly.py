@@ -223,6 +223,10 @@ async def _roles(recipe: OnPolicyRecipe, names: RoleNames, workers: Workers, war
     )
 
 
+def _each_on(devices: int) -> str:
+    return "" if devices == 1 else f", each on {devices}"
+
+
 def _header(recipe: OnPolicyRecipe, folder: RunFolder, roles: Roles, step: int) -> list[str]:
     facts, rollout, placement = roles.policy.facts, recipe.rollout, recipe.placement
     trained = facts.num_parameters if facts.trained_parameters is None else facts.trained_parameters
@@ -235,7 +239,7 @@ def _header(recipe: OnPolicyRecipe, folder: RunFolder, roles: Roles, step: int) 
         f"{rollout.max_new_tokens} new tokens",
         model=model_line(facts.architecture, facts.num_parameters, trained, facts.dtype),
         devices=f"{placement.devices} x {facts.device}, {placement.layout}: {roles.policy.num_ranks} learn{axes}, "
-        f"{roles.generator.num_engines} generate ({rollout.engine})"
+        f"{roles.generator.num_engines} generate ({rollout.engine}{_each_on(placement.generator_tensor)})"
         + (f" at the same time (staleness {rollout.staleness}, {rollout.on_new_weights})" if rollout.staleness else ""),
         cpu=facts.cpu,
     )

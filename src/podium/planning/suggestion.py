@@ -66,6 +66,8 @@ def _lines(run: Path, spans: Sequence[TimelineSpan] | None) -> list[str]:
     alarm = alarm_of(recipe, step_lines(folder), heldout_lines(folder))
     if alarm is not None:
         return [f"{ALARM}{alarm}"]
+    if recipe.placement.generator_tensor > 1:  # costs of generators are counted by device
+        return []
     if recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt > _MOST_EPISODES:
         return [f"what would be faster: podium plan --from {run}"]
     found = suggest(estimate_costs(read_records(run, spans)))

@@ -237,6 +237,7 @@ def main(descriptor: int) -> None:
         _follow(task, commands.get, connection.send)
     except BaseException as error:
         code = 1
+        traceback.print_exc()
         with contextlib.suppress(OSError):
             connection.send(Problem(text=f"{type(error).__name__}: {error}", trace=traceback.format_exc()))
     sys.stdout.flush()
