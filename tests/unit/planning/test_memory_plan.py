@@ -264,7 +264,7 @@ def test_the_kv_cache_is_the_engines_own(tmp_path: Path) -> None:
     engine = make_engine(folder)
     section = EngineSection(max_length=64, max_running=8)
     native = NativeEngine(engine.language_model, torch.device("cpu"), section)
-    found = native._holding.nbytes
+    found = native.capacity.cache_bytes
     native.close()
     gc.collect()
 
