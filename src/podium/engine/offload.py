@@ -77,9 +77,11 @@ class OffloadedTensors:
 
 def what_can_leave(optimizer: AdamW) -> list[Tensor]:
     """Tensors that generation does not read: moments, separate float32 masters, and gradients. A parameter that is its
-    own master stays on the device."""
-    tensors = [*optimizer.first_moments, *optimizer.second_moments]
-    tensors += [each.master for each in optimizer.trained if each.has_own_master]
+    own master stays on the device. With optimizer.offload only gradients are there."""
+    tensors: list[Tensor] = []
+    if not optimizer.is_offloaded:
+        tensors += [*optimizer.first_moments, *optimizer.second_moments]
+        tensors += [each.master for each in optimizer.trained if each.has_own_master]
     gradients = [each.parameter.grad for each in optimizer.trained]
     tensors += [local_tensor(gradient) for gradient in gradients if gradient is not None]
     return tensors

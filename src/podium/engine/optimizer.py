@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from podium.engine.parameters import TrainedParameter
+from podium.engine.state_streams import ParameterState, StateStreams, on_host, zeros_on_host
 from podium.recipe import OptimizerSection
 
 Gradients = Mapping[int, Tensor]
@@ -28,8 +29,13 @@ class AdamW:
     def __init__(self, trained: Sequence[TrainedParameter], section: OptimizerSection) -> None:
         self._section = section
         self.trained = [each for each in trained if not each.is_frozen]
-        self.first_moments = [torch.zeros_like(each.master) for each in self.trained]
-        self.second_moments = [torch.zeros_like(each.master) for each in self.trained]
+        self._streams = StateStreams() if section.offload else None
+        if self._streams is not None:
+            for each in self.trained:
+                if each.has_own_master:
+                    each.master.data = on_host(each.master)
+        self.first_moments = [self._zeros(each) for each in self.trained]
+        self.second_moments = [self._zeros(each) for each in self.trained]
         moments = zip(self.trained, self.first_moments, self.second_moments, strict=True)
         # A rank may hold no row of a small tensor.
         held = [_Slot(index, *each) for index, each in enumerate(moments) if each[0].master.numel()]
@@ -37,13 +43,23 @@ class AdamW:
             ([slot for slot in held if _is_decayed(slot.trained)], section.weight_decay),
             ([slot for slot in held if not _is_decayed(slot.trained)], 0.0),
         ]
-        self._one_pass = bool(held) and held[0].trained.master.is_cuda and find_spec("triton") is not None
-        device = held[0].trained.master.device if held else torch.device("cpu")
+        device = held[0].trained.parameter.device if held else torch.device("cpu")
+        self._one_pass = device.type == "cuda" and find_spec("triton") is not None
         self._count = torch.zeros((), dtype=torch.float32, device=device)
         # How many of the counted updates each parameter had no gradient in.
         self._missed_P = torch.zeros(len(self.trained), dtype=torch.float32, device=device)
         self._have_missed: set[int] = set()
         self._absent: tuple[frozenset[int], Tensor] = (frozenset(), torch.zeros_like(self._missed_P))
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether moments, and masters that are no parameters, stay in host memory."""
+        return self._streams is not None
+
+    def _zeros(self, each: TrainedParameter) -> Tensor:
+        if self._streams is None:
+            return torch.zeros_like(each.master)
+        return zeros_on_host(each.master, pinned=each.parameter.is_cuda)
 
     def set_updates(self, updates: int, missed: Mapping[str, int] | None = None) -> None:
         """Sets the number of updates of the moments, for a resumed run; `missed` comes from `missed_updates`."""
@@ -67,11 +83,17 @@ class AdamW:
     def step(self, gradients: Gradients, *, lr: float, clip: Tensor, skip: Tensor) -> None:
         """One update. `clip` multiplies every gradient; if `skip` is 1, nothing changes. Both stay on the device: the
         host does not wait."""
+        update = self._update_in_one_pass if self._one_pass else self._update_with_torch
         for group, weight_decay in self._groups:
-            update = self._update_in_one_pass if self._one_pass else self._update_with_torch
-            slots = [slot for slot in group if id(slot.trained) in gradients]
-            if slots:
-                update(slots, gradients, _Terms(lr=lr, weight_decay=weight_decay, clip=clip, skip=skip))
+            terms = _Terms(lr=lr, weight_decay=weight_decay, clip=clip, skip=skip)
+            states = [slot.state(gradients[id(slot.trained)]) for slot in group if id(slot.trained) in gradients]
+            if self._streams is not None:
+                for state in self._streams.on_device(states):
+                    update([state], terms)
+            elif states:
+                update(states, terms)
+        if self._streams is not None:
+            self._streams.wait()  # whoever reads the state next reads it on the host
         absent = frozenset(index for index, each in enumerate(self.trained) if id(each) not in gradients)
         if absent:
             self._have_missed |= absent
@@ -85,27 +107,27 @@ class AdamW:
             self._absent = absent, mask.to(self._missed_P.device)
         return self._absent[1]
 
-    def _count_of(self, slot: _Slot) -> Tensor:
+    def _count_of(self, index: int) -> Tensor:
         """Updates of this parameter's moments, as a separate tensor."""
-        if slot.index in self._have_missed:
-            return self._count - self._missed_P[slot.index]
+        if index in self._have_missed:
+            return self._count - self._missed_P[index]
         return self._count.clone()
 
-    def _update_in_one_pass(self, slots: list[_Slot], gradients: Gradients, terms: _Terms) -> None:
+    def _update_in_one_pass(self, states: list[ParameterState], terms: _Terms) -> None:
         from podium.engine.fused_adamw import scalars_for, update
 
         section = self._section
         common = scalars_for(terms.clip, terms.skip, self._count + 1, section.betas)
-        for slot in slots:
-            each, scalars = slot.trained, common
-            if slot.index in self._have_missed:
-                scalars = scalars_for(terms.clip, terms.skip, self._count_of(slot) + 1, section.betas)
+        for each in states:
+            scalars = common
+            if each.index in self._have_missed:
+                scalars = scalars_for(terms.clip, terms.skip, self._count_of(each.index) + 1, section.betas)
             update(
                 each.master,
-                gradients[id(each)],
-                slot.first,
-                slot.second,
-                each.parameter.detach() if each.has_own_master else None,
+                each.gradient,
+                each.first,
+                each.second,
+                each.copy,
                 scalars,
                 lr=terms.lr,
                 betas=section.betas,
@@ -113,15 +135,15 @@ class AdamW:
                 weight_decay=terms.weight_decay,
             )
 
-    def _update_with_torch(self, slots: list[_Slot], gradients: Gradients, terms: _Terms) -> None:
+    def _update_with_torch(self, states: list[ParameterState], terms: _Terms) -> None:
         section = self._section
         adamw(
-            [slot.trained.master for slot in slots],
-            [gradients[id(slot.trained)].float() for slot in slots],
-            [slot.first for slot in slots],
-            [slot.second for slot in slots],
+            [each.master for each in states],
+            [each.gradient.float() for each in states],
+            [each.first for each in states],
+            [each.second for each in states],
             [],
-            [self._count_of(slot) for slot in slots],  # the kernel counts up each of them
+            [self._count_of(each.index) for each in states],  # the kernel counts up each of them
             fused=True,
             grad_scale=terms.clip.reciprocal(),  # the kernel divides by it
             found_inf=terms.skip,
@@ -133,8 +155,9 @@ class AdamW:
             eps=section.eps,
             maximize=False,
         )
-        for slot in slots:
-            slot.trained.publish()
+        for each in states:
+            if each.copy is not None:
+                each.copy.copy_(each.master)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -153,6 +176,15 @@ class _Slot:
     trained: TrainedParameter
     first: Tensor
     second: Tensor
+
+    def state(self, gradient: Tensor) -> ParameterState:
+        """All that an update of it reads and writes."""
+        each = self.trained
+        return ParameterState(
+            index=self.index, gradient=gradient, master=each.master, first=self.first, second=self.second,
+            copy=each.parameter.detach() if each.has_own_master else None,
+            device=each.parameter.device,
+        )  # fmt: skip
 
 
 def _is_decayed(trained: TrainedParameter) -> bool:

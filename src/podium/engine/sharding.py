@@ -262,8 +262,7 @@ def _zero_padding(everything: list[TrainedParameter], padded: dict[str, int]) ->
 
 
 def _prepare_layers(model: PackedModel, section: ModelSection, device: torch.device) -> None:
-    if section.activation_checkpointing == "layers":
-        model.checkpoint_activations()
+    model.checkpoint_activations(section.activation_checkpointing, offload=section.offload_activations)
     if section.compile == "on" or (section.compile == "auto" and device.type == "cuda"):
         if isinstance(model, PackedCausalLM):
             model.head_spec = replace(model.head_spec, compiled=True)

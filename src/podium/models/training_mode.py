@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, assert_never
 
 import torch
 from torch import nn
@@ -18,9 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from podium.models.activation_offload import ActivationOffload
 from podium.models.context_axis import ContextAxis
+from podium.models.recomputing import recompute_selectively
 from podium.models.routing import Routers, Routing
 from podium.models.tensor_split import TensorSplit
+from podium.recipe.schema import ActivationCheckpointing
 
 
 class TrainedModule(nn.Module):
@@ -28,12 +31,14 @@ class TrainedModule(nn.Module):
     `dropout`. An adapter's own dropout always follows: its probability is the recipe's (model.lora.dropout)."""
 
     hf: PreTrainedModel
+    layers: list[nn.Module]  # the decoder layers
     routers: Routers | None  # of a mixture of experts; None: the model is dense, or its routers are not known
 
     def __init__(self, *, dropout: bool) -> None:
         super().__init__()
         self.split: TensorSplit | None = None  # how the layers are divided over a tensor axis
         self.context: ContextAxis | None = None  # over which the tokens of each forward are divided
+        self.offload: ActivationOffload | None = None  # of the layers' inputs
         self._dropout = dropout
 
     def num_parameters(self, *, trained: bool = False) -> int:
@@ -71,13 +76,28 @@ class TrainedModule(nn.Module):
             if not torch.is_grad_enabled():
                 self.route(None)
 
-    def checkpoint_activations(self) -> None:
-        """Recomputes every decoder layer in the backward pass. Before sharding."""
+    def checkpoint_activations(self, what: ActivationCheckpointing = "layers", *, offload: bool = False) -> None:
+        """Recomputes parts of every decoder layer in the backward pass, or all of it. `offload`: the inputs of whole
+        layers wait in host memory. Before compiling and sharding."""
+        match what:
+            case "none":
+                return
+            case "selective":
+                recompute_selectively(self.layers, "products")
+            case "all_but_attention":
+                recompute_selectively(self.layers, "attention")
+            case "layers":
+                self._recompute_layers(ActivationOffload() if offload else None)
+            case other:
+                assert_never(other)
+
+    def _recompute_layers(self, offload: ActivationOffload | None) -> None:
+        self.offload = offload
         self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if not self._dropout:
-            for module in self.hf.modules():
-                if _is_checkpointed(module):
-                    module._gradient_checkpointing_func = partial(_recomputed, module)
+        for module in self.hf.modules():
+            if _is_checkpointed(module):
+                call = _recomputed if self._dropout else partial(_recomputed_without_dropout, module)
+                module._gradient_checkpointing_func = call if offload is None else partial(_offloaded, offload, call)
         self.train(self.training)
 
 
@@ -85,7 +105,11 @@ def _is_checkpointed(module: nn.Module) -> bool:
     return isinstance(module, GradientCheckpointingLayer) and bool(module.gradient_checkpointing)
 
 
-def _recomputed(layer: nn.Module, run: Callable[..., Any], *inputs: Any) -> Any:
+def _recomputed(run: Callable[..., Any], *inputs: Any) -> Any:
+    return checkpoint(run, *inputs, use_reentrant=False)
+
+
+def _recomputed_without_dropout(layer: nn.Module, run: Callable[..., Any], *inputs: Any) -> Any:
     """transformers checkpoints a layer only in train mode. The computation itself, now and when it is repeated, is that
     of eval mode."""
 
@@ -97,3 +121,9 @@ def _recomputed(layer: nn.Module, run: Callable[..., Any], *inputs: Any) -> Any:
             layer.training = True
 
     return checkpoint(forward, *inputs, use_reentrant=False)
+
+
+def _offloaded(offload: ActivationOffload, recomputed: Callable[..., Any], *inputs: Any) -> Any:
+    """Checkpointing saves the inputs under these hooks, and everything within under its own."""
+    with offload.saving():
+        return recomputed(*inputs)

@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from podium.planning.model_shape import ModelShape
+from podium.recipe.schema import ActivationCheckpointing
 
 HEAD_CHUNK = 4096  # of HeadSpec.chunk_tokens in models/head.py
 LOGITS_CHUNK = 1024  # of HeadSpec.logits_chunk_tokens
 _FLOAT = 4
 _PLAIN_ATTENTION = ("gemma2", "gpt_oss")  # soft-capped scores and sinks have no fused kernel
+_OFFLOADED_LAYERS = 3  # whose inputs are on the device where they wait in host memory
 _FOUR_NORMS = ("gemma2", "gemma3_text")
 
 
@@ -49,16 +53,51 @@ def _routed_elements(shape: ModelShape) -> int:
     return 2 * shape.experts_per_token * shape.hidden
 
 
+def kept_bytes(
+    shape: ModelShape, checkpointing: ActivationCheckpointing, *, length: int, itemsize: int, compiled: bool
+) -> float:
+    """Of one token in one layer, between its forward and its backward pass."""
+    has_kernel = shape.family not in _PLAIN_ATTENTION
+    attention = itemsize * shape.query_width + _FLOAT * shape.num_heads if has_kernel else 0.0  # and its log-sums
+    match checkpointing:
+        case "none":
+            return layer_bytes(shape, length=length, itemsize=itemsize, compiled=compiled)
+        case "layers":
+            return itemsize * shape.hidden
+        case "all_but_attention":
+            return itemsize * shape.hidden + attention
+        case "selective":
+            return itemsize * (shape.hidden + _product_elements(shape)) + attention
+        case other:
+            assert_never(other)
+
+
+def _product_elements(shape: ModelShape) -> int:
+    """Outputs of the products of a layer: queries, keys, values and what attention gives to the residual; gate, up and
+    down of the MLP, or of all experts of a token, and the router's logits."""
+    downs = shape.experts_per_token or 1
+    attention = shape.query_width + 2 * shape.key_width + shape.hidden
+    return attention + 2 * shape.mlp_width + downs * shape.hidden + shape.num_experts
+
+
 def activation_bytes(
-    shape: ModelShape, tokens: int, *, length: int, itemsize: int, compiled: bool, checkpointed: bool
+    shape: ModelShape,
+    tokens: int,
+    *,
+    length: int,
+    itemsize: int,
+    compiled: bool,
+    checkpointing: ActivationCheckpointing = "none",
+    offloaded: bool = False,
 ) -> int:
-    """Of a micro-batch at the end of its forward pass. With checkpointing only the layers' inputs are kept, and one
-    layer is computed again."""
+    """Of a micro-batch at the end of its forward pass. What checkpointing does not keep is computed again for one layer
+    at a time. Of offloaded inputs a few are on the device: one leaves or comes back while the next one is needed."""
     layer = layer_bytes(shape, length=length, itemsize=itemsize, compiled=compiled)
     ends = (_FLOAT + 3 * itemsize) * shape.hidden  # the last norm, and the states before the head with their gradient
-    if checkpointed:
-        return int(tokens * (itemsize * shape.hidden * shape.num_layers + layer + ends))
-    return int(tokens * (layer * shape.num_layers + ends))
+    kept = kept_bytes(shape, checkpointing, length=length, itemsize=itemsize, compiled=compiled)
+    again = 0.0 if checkpointing == "none" else layer
+    num_layers = min(shape.num_layers, _OFFLOADED_LAYERS) if offloaded else shape.num_layers
+    return int(tokens * (kept * num_layers + again + ends))
 
 
 def head_bytes(shape: ModelShape, tokens: int, *, itemsize: int, compiled: bool, divergence: bool = False) -> int:

@@ -138,7 +138,7 @@ class RecipeChoices:
             optimizer_steps=algorithm.mini_batches,
             epochs=algorithm.epochs,
             scores=int(algorithm.kl is not None) + int(proximal),
-            checkpointed=recipe.model.activation_checkpointing == "layers",
+            checkpointing=recipe.model.activation_checkpointing,
             update_bytes=update_bytes,
             cache_bytes=cache_bytes,
         )

@@ -117,7 +117,7 @@ def fixed_data_step(recipe: SpmdRecipe, device: Device) -> FixedDataStep:
     passes = math.ceil(of_one / (recipe.micro_batch_tokens or MICRO_BATCH[device.kind]))
     step = training_step(
         shape, device, [length] * max(1, round(of_one / length)), world=world, passes=passes,
-        checkpointed=recipe.model.activation_checkpointing == "layers",
+        checkpointing=recipe.model.activation_checkpointing,
     )  # fmt: skip
     # Only a calibration measures what an update takes whatever its size; the table's value has a controller in it.
     constant_s = passes * device.efficiency.update_s if device.is_measured else 0.0

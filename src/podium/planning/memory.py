@@ -29,6 +29,8 @@ from podium.rollout.native.sizing import Sizes, choose_sizes
 
 Place = Literal["learner", "generator"]
 _MASTER_BYTES = 4  # masters, moments and sums of gradients are float32
+STATE_PIECE = 1 << 25  # of PIECE_ELEMENTS in engine/state_streams.py
+_STATE_PIECES = 3  # on the device at the same time
 # A CUDA context with its libraries and graphs, and a Python process with torch, before they hold any tensor of a run.
 CONTEXT_BYTES = {"cuda": int(0.8 * GIB), "cpu": int(0.45 * GIB)}
 # Predictions are this good; what exceeds the memory by less is said and not refused.
@@ -136,10 +138,11 @@ def refusal(plan: MemoryPlan, recipe: Recipe, otherwise: str = NAME_THE_DEVICE) 
 
 
 def _advice(peak: PhaseMemory, recipe: Recipe, device: Device) -> str:
+    from podium.planning.memory_options import fitting_option
+
     names = {term.name for term in peak.largest}
+    option = fitting_option(recipe, device)
     advice: list[str] = []
-    if "activations" in names and recipe.model.activation_checkpointing == "none":
-        advice.append("set model.activation_checkpointing to layers")
     if names & {"activations", "logits"}:
         advice.append("lower micro_batch_tokens")
     if "KV cache" in names:
@@ -149,6 +152,11 @@ def _advice(peak: PhaseMemory, recipe: Recipe, device: Device) -> str:
         advice.append("train an adapter (model.lora)")
     if names & state and device.kind == "cuda":
         advice.append("shard over more placement.devices")
+    if option is not None:
+        others = f" You can also {', or '.join(advice)}." if advice else ""
+        return f"With {option} it fits.{others}"
+    if "activations" in names and recipe.model.activation_checkpointing != "layers":
+        advice.insert(0, "set model.activation_checkpointing to layers")
     return f"To make it smaller: {', or '.join(advice)}." if advice else "It needs a device with more memory."
 
 
@@ -173,6 +181,9 @@ class _Needs:
         # On CPU every worker's memory counts, because they share it.
         self._workers = 1 if self._cuda else self._world
         self._engines: list[Sizes | None] = []
+        # On CPU host memory is the device's: nothing is saved.
+        self._offloads_state = self._cuda and recipe.optimizer.offload
+        self._offloads_inputs = self._cuda and recipe.model.offload_activations
 
     @property
     def engine(self) -> Sizes | None:
@@ -234,11 +245,18 @@ class _Needs:
         recipe, shape = self._recipe, self._shape
         restarts = recipe.placement.restarts  # type: ignore[attr-defined]
         snapshots = recipe.keeps_snapshots if isinstance(recipe, OnPolicyRecipe) else restarts > 0
-        if not snapshots:
-            return []
-        saved = shape.trained_parameters if shape.has_adapter else shape.num_parameters
-        one = 3 * _MASTER_BYTES * saved
-        return [MemoryTerm(name="snapshots of two steps, if they fit", num_bytes=2 * one)]
+        terms: list[MemoryTerm] = []
+        if self._offloads_state:
+            each = sum(term.num_bytes for term in self._optimizer_state(shape))
+            terms.append(MemoryTerm(name="offloaded optimizer state", num_bytes=each * self._world))
+        if self._offloads_inputs:
+            inputs = self._tokens * shape.hidden * self._itemsize * shape.num_layers
+            terms.append(MemoryTerm(name="offloaded activations", num_bytes=inputs * self._world))
+        if snapshots:
+            saved = shape.trained_parameters if shape.has_adapter else shape.num_parameters
+            one = 3 * _MASTER_BYTES * saved
+            terms.append(MemoryTerm(name="snapshots of two steps, if they fit", num_bytes=2 * one))
+        return terms
 
     # Terms
 
@@ -247,8 +265,17 @@ class _Needs:
         trained, frozen = shape.of_rank(self._parts, trained=True), shape.of_rank(self._parts, trained=False)
         sharded = self._world > 1
         weight = _MASTER_BYTES if sharded else self._itemsize  # sharded parameters are their own masters
-        terms = [MemoryTerm(name="weights", num_bytes=trained * weight + frozen * self._itemsize)]
-        if not sharded and self._itemsize != _MASTER_BYTES:
+        weights = MemoryTerm(name="weights", num_bytes=trained * weight + frozen * self._itemsize)
+        state = self._optimizer_state(shape)
+        if self._offloads_state:
+            held = sum(term.num_bytes for term in state)
+            passing = min(held, _STATE_PIECES * STATE_PIECE * held // max(1, trained))
+            return [weights, MemoryTerm(name="optimizer state in passing", num_bytes=passing)]
+        return [weights, *state]
+
+    def _optimizer_state(self, shape: ModelShape) -> list[MemoryTerm]:
+        trained, terms = shape.of_rank(self._parts, trained=True), list[MemoryTerm]()
+        if self._world == 1 and self._itemsize != _MASTER_BYTES:
             terms.append(MemoryTerm(name="float32 masters", num_bytes=trained * _MASTER_BYTES))
         return [*terms, MemoryTerm(name="optimizer moments", num_bytes=2 * _MASTER_BYTES * trained)]
 
@@ -257,11 +284,11 @@ class _Needs:
         micro-batch, where all activations are kept; or at the end of its backward pass, where they have become
         gradients."""
         itemsize, tokens, compiled = self._itemsize, self._tokens, self._is_compiled
-        checkpointed = self._recipe.model.activation_checkpointing == "layers"
         length = min(self._recipe.data.max_length or self._micro_batch, self._micro_batch)
         activations = activation_bytes(
-            shape, tokens, length=length, itemsize=itemsize, compiled=compiled, checkpointed=checkpointed
-        )
+            shape, tokens, length=length, itemsize=itemsize, compiled=compiled,
+            checkpointing=self._recipe.model.activation_checkpointing, offloaded=self._offloads_inputs,
+        )  # fmt: skip
         logits = head_bytes(shape, tokens, itemsize=itemsize, compiled=compiled, divergence=divergence)
         trained, sharded = shape.of_rank(self._parts, trained=True), self._world > 1
         # Of one micro-batch in the dtype of the parameters; sums over several are float32.

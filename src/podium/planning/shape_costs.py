@@ -16,6 +16,7 @@ from podium.controller.simulation.costs import CostModel, GenerationCost, LogNor
 from podium.planning.activations import layer_bytes
 from podium.planning.devices import Device
 from podium.planning.model_shape import ModelShape
+from podium.recipe.schema import ActivationCheckpointing
 
 _TILE = 128  # attention kernels compute whole tiles of queries and keys
 _FLOAT = 4
@@ -90,7 +91,7 @@ class Episodes:
 
 def training_step(
     shape: ModelShape, device: Device, lengths: Sequence[float], *, head_tokens: float | None = None,
-    world: int = 1, passes: int = 1, checkpointed: bool = False, watches_entropy: bool = False,
+    world: int = 1, passes: int = 1, checkpointing: ActivationCheckpointing = "none", watches_entropy: bool = False,
     itemsize: int | None = None,
 ) -> StepTime:  # fmt: skip
     """One update of packed documents of these lengths on one of `world` devices, which hold `lengths` each, in so many
@@ -100,10 +101,10 @@ def training_step(
     tokens = float(sum(lengths))
     head = tokens if head_tokens is None else head_tokens
     flops = matrix_flops(shape, tokens, head)
-    if checkpointed:  # the second forward
+    if checkpointing in ("layers", "all_but_attention"):  # the second forward
         flops += matrix_flops(shape, tokens, 0.0) / 3
     matrix = device.matrix_flops * efficiency.matrix
-    attention = attention_flops(shape, lengths) * (4 / 3 if checkpointed else 1.0)
+    attention = attention_flops(shape, lengths) * (4 / 3 if checkpointing == "layers" else 1.0)
     copying = device.bandwidth * efficiency.copying
     longest = int(max(lengths, default=0))
     kept = layer_bytes(shape, length=longest, itemsize=size, compiled=device.kind == "cuda") * shape.num_layers
@@ -231,7 +232,7 @@ class UpdateShape:
     optimizer_steps: int = 1
     epochs: int = 1
     scores: int = 0  # forward passes beside, of models of the same shape
-    checkpointed: bool = False
+    checkpointing: ActivationCheckpointing = "none"
     update_bytes: int = 0  # what an update takes and gives back
     cache_bytes: int = 0  # keys and values, and copies of sharded weights
 
@@ -256,7 +257,7 @@ def cost_model(
     lengths, head_tokens = [length] * _EPISODES, _EPISODES * answer
     step = training_step(
         shape, device, lengths, head_tokens=head_tokens, world=update.num_learners, passes=update.passes,
-        checkpointed=update.checkpointed, watches_entropy=True, itemsize=itemsize,
+        checkpointing=update.checkpointing, watches_entropy=True, itemsize=itemsize,
     )  # fmt: skip
     token_s = update.epochs * step.token_s_sum
     if update.scores:

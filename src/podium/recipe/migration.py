@@ -298,7 +298,8 @@ _ROLLOUT = {
     **_same("max_model_len vllm_max_model_len", KeyHint("rollout.max_length")),
     **_same("enable_prefix_caching", KeyHint("rollout.reuse_prefixes")),
     **_same("enforce_eager", KeyHint("rollout.decode", "true is eager")),
-    **_same("optimizer_offload adam_offload", KeyHint("rollout.offload_optimizer")),
+    **_same("optimizer_offload", KeyHint("rollout.offload_optimizer")),
+    **_same("adam_offload", KeyHint("optimizer.offload")),
     **_same("vllm_num_engines num_rollout_gpus", KeyHint("placement.rollout_devices", "with layout split")),
     **_same("colocate_all_models hybrid_engine vllm_mode", KeyHint("placement.layout", "colocated, split or elastic")),
     **_same("max_turns max_assistant_turns max_user_turns", KeyHint("environment.max_turns")),
@@ -360,6 +361,10 @@ _MODEL = {
     **_same(
         "gradient_checkpointing enable_gradient_checkpointing activation_checkpoint ac",
         KeyHint("model.activation_checkpointing", "true is layers"),
+    ),
+    **_same(
+        "activation_offloading enable_activation_offload enable_activation_offloading activation_offload",
+        KeyHint("model.offload_activations", "with model.activation_checkpointing layers"),
     ),
     **_same("torch_compile use_torch_compile", KeyHint("model.compile", "on, off or auto")),
     **_same("disable_dropout", KeyHint("model.dropout", "off unless asked")),

@@ -91,7 +91,11 @@ VALUES: Mapping[str, Mapping[str, ValueHint]] = {
         **_same("fp32 float torch.float32", "float32"),
         **_same("fp16 float16 half torch.float16", "bfloat16", "there is no float16"),
     },
-    "model.activation_checkpointing": {**_same("true full", "layers"), **_same("false off", "none")},
+    "model.activation_checkpointing": {
+        **_same("true full", "layers"),
+        **_same("false off", "none"),
+        **_same("op", "selective"),
+    },
     "model.compile": {
         **_same("true", "on", "in quotes, because YAML reads on as true"),
         **_same("false", "off", "in quotes, because YAML reads off as false"),

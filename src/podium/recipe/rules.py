@@ -48,6 +48,12 @@ def _model(recipe: Recipe) -> Iterator[str]:
         yield "model.new_tokens: names no token. Give `tokens` or `file`, or remove the section."
     if model.new_tokens is not None and model.init == "random":
         yield "model.new_tokens: random weights have no embeddings to begin new ones from. Remove one of the two."
+    if model.offload_activations and model.activation_checkpointing != "layers":
+        yield (
+            "model.offload_activations: moves the inputs of recomputed layers to host memory, and with "
+            f"model.activation_checkpointing {model.activation_checkpointing} other tensors are kept beside them. Set "
+            "that to layers, or remove this."
+        )
 
 
 def _dropout(recipe: Recipe) -> Iterator[str]:

@@ -43,6 +43,10 @@ class NewTokensSection(Section):
     )
 
 
+ActivationCheckpointing = Literal["none", "selective", "all_but_attention", "layers"]
+"""What is recomputed in the backward pass, from nothing to whole layers."""
+
+
 class ModelSection(PathSection):
     """Which model is trained, and how it computes."""
 
@@ -56,9 +60,15 @@ class ModelSection(PathSection):
         "auto", description="Compute dtype; auto is bfloat16 on CUDA, float32 on CPU. Masters are float32 always."
     )
     compile: Literal["auto", "on", "off"] = Field("auto", description="torch.compile per layer; auto: on CUDA only.")
-    activation_checkpointing: Literal["none", "layers"] = Field(
+    activation_checkpointing: ActivationCheckpointing = Field(
         "none",
-        description="`layers` recomputes each decoder layer in the backward pass: less memory, about 1/3 slower.",
+        description="What the backward pass computes again to save memory. selective: norms, activations and rotary "
+        "embeddings; all_but_attention: all of a decoder layer but attention; layers: all of it, about 1/3 slower.",
+    )
+    offload_activations: Switch = Field(
+        False,
+        description="With activation_checkpointing layers: the layers' inputs wait in host memory for the backward "
+        "pass. Nothing is saved on CPU.",
     )
     dropout: Switch = Field(
         False,
@@ -163,6 +173,11 @@ class OptimizerSection(Section):
     eps: Real = Field(1e-8, gt=0, description="Added to the denominator of AdamW.")
     weight_decay: Real = Field(0.0, ge=0, description="Not applied to biases, norms and other vectors.")
     clip_norm: Real | None = Field(1.0, gt=0, description="Global gradient norm; null switches clipping off.")
+    offload: Switch = Field(
+        False,
+        description="Moments and float32 masters stay in host memory and pass through the device in every update: "
+        "less memory, slower steps, the same weights. Nothing is saved on CPU.",
+    )
     max_skipped_in_a_row: Count = Field(
         5, description="A step with a non-finite loss or gradient is skipped; after this many in a row the run stops."
     )

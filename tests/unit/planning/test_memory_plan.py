@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
 
 from helpers.engines import make_engine, random_documents
 from helpers.recipes import make_recipe
@@ -83,7 +84,7 @@ def test_weights_masters_and_moments_are_counted_to_the_byte(
     assert (phase.of("weights") + phase.of("float32 masters"), phase.of("optimizer moments")) == live_bytes(engine)
 
 
-def kept_bytes(engine: Any, lengths: tuple[int, ...]) -> int:
+def kept_bytes(engine: Any, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes that autograd keeps of one forward, each storage once, without parameters and buffers."""
     batch = pack([replace(each, trained=np.arange(len(each.tokens)) > 0) for each in random_documents(lengths)])
     own = {each.untyped_storage().data_ptr() for each in (*engine.model.parameters(), *engine.model.buffers())}
@@ -97,6 +98,15 @@ def kept_bytes(engine: Any, lengths: tuple[int, ...]) -> int:
             kept[where] = tensor.untyped_storage().nbytes()
         return tensor
 
+    class Kept(checkpoint._VersionWrapper):  # type: ignore[misc]
+        """What a selective policy keeps does not pass autograd."""
+
+        def __init__(self, value: object) -> None:
+            if isinstance(value, Tensor):
+                note(value)
+            super().__init__(value)
+
+    monkeypatch.setattr(checkpoint, "_VersionWrapper", Kept)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         engine.model.train()
         engine._forward(_batch_of(batch))
@@ -114,8 +124,10 @@ WIDER = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "h
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3", "gemma2", "qwen3_moe"])
-@pytest.mark.parametrize("checkpointing", ["none", "layers"])
-def test_activations_on_cpu_are_counted_to_five_percent(tmp_path: Path, family: str, checkpointing: Any) -> None:
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "all_but_attention", "layers"])
+def test_activations_on_cpu_are_counted_to_five_percent(
+    tmp_path: Path, family: str, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     widths = {**WIDER, **({"moe_intermediate_size": 96} if "moe" in family else {})}
     if family == "gemma3":
         widths["layer_types"] = ["full_attention"] * 4
@@ -125,14 +137,12 @@ def test_activations_on_cpu_are_counted_to_five_percent(tmp_path: Path, family: 
     engine = make_engine(folder, activation_checkpointing=checkpointing, dtype="float32")
     shape = shape_of(ModelSection(path=str(folder)))
     lengths = (96,) * 8
-    found = kept_bytes(engine, lengths) - 4 * shape.vocab_rows * shape.hidden  # the head's own gradient
+    found = kept_bytes(engine, lengths, monkeypatch) - 4 * shape.vocab_rows * shape.hidden  # the head's own gradient
 
     tokens = sum(lengths)
-    told = activation_bytes(
-        shape, tokens, length=96, itemsize=4, compiled=False, checkpointed=checkpointing == "layers"
-    )
+    told = activation_bytes(shape, tokens, length=96, itemsize=4, compiled=False, checkpointing=checkpointing)
     told -= 4 * tokens * shape.hidden  # the states before the head are there, and not kept for the backward pass
-    if checkpointing == "layers":  # one layer is computed again in the backward pass, which this forward has not
+    if checkpointing != "none":  # one layer is computed again in the backward pass, which this forward has not
         told -= int(tokens * layer_bytes(shape, length=96, itemsize=4, compiled=False))
     assert told == pytest.approx(found, rel=0.05)
 
@@ -166,7 +176,7 @@ def test_peaks_recorded_on_an_h200_are_met_to_five_percent(size: str, rank: int 
     if rank is not None:
         shape = with_adapter(shape, LoraSection(rank=rank))
     state = 2 * shape.num_parameters + 12 * shape.trained_parameters
-    activations = activation_bytes(shape, 16_384, length=4096, itemsize=2, compiled=True, checkpointed=False)
+    activations = activation_bytes(shape, 16_384, length=4096, itemsize=2, compiled=True)
     told = state + activations + head_bytes(shape, 16_384, itemsize=2, compiled=True)
 
     assert told / GIB == pytest.approx(recorded_gib, rel=0.05)
