@@ -10,6 +10,7 @@ Documents never attend to each other. The document boundaries arrive with every 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from podium.errors import UnsupportedModelError
@@ -24,6 +26,11 @@ from podium.models.context_parallel import divides_heads, gather_tokens, own_hea
 from podium.models.packing import AttentionStep, Packing, Run, runs_of
 
 PACKED_ATTENTION = "podium_packed"
+
+# Attention without a variable-length kernel goes by blocks of queries where it would hold more than this.
+_MASK_ELEMENTS = 1 << 26  # of a window's mask
+_SCORE_ELEMENTS = 1 << 26  # of scores, over all heads and documents of a call
+_LEAST_ROWS = 64
 
 # torch 2.11 always allows grouped heads in varlen_attn; later releases need an argument.
 _GROUPED_HEADS: dict[str, Any] = (
@@ -148,13 +155,17 @@ def _of_own_queries(
             q, k, v = query[:, :, first - begin : last - begin], key[:, :, start:last], value[:, :, start:last]
             if softcap is None and sinks is None:
                 is_whole = first == start and (window is None or last - start <= window)
-                mask = None if is_whole else _last_visible(last - first, last - start, window, q.device)
+                mask = (
+                    None
+                    if is_whole
+                    else _visible(slice(first - start, last - start), slice(0, last - start), window, q.device)
+                )
                 out = F.scaled_dot_product_attention(
                     q, k, v, attn_mask=mask, is_causal=is_whole, dropout_p=dropout, scale=scaling,
                     enable_gqa=q.shape[1] != k.shape[1],
                 )  # fmt: skip
             else:
-                visible = _last_visible(last - first, last - start, window, q.device)
+                visible = _visible(slice(first - start, last - start), slice(0, last - start), window, q.device)
                 out = plain_attention(q, k, v, visible, scaling=scaling, dropout=dropout, softcap=softcap, sinks=sinks)
             outs.append(out[0].transpose(0, 1))
     # Empty sums tie a rank without queries to the backward pass, in which all ranks take part.
@@ -170,12 +181,6 @@ def _pieces(packing: Packing, begin: int, end: int) -> list[tuple[int, int, int]
     bounds = ((stop - length, stop) for length, stop in zip(lengths, accumulate(lengths), strict=True))
     pieces = ((start, max(start, begin), min(stop, end)) for start, stop in bounds)
     return [(start, first, last) for start, first, last in pieces if first < last]
-
-
-def _last_visible(rows: int, length: int, window: int | None, device: torch.device) -> Tensor:
-    """[rows, length]: which keys of a document its last queries see."""
-    distance = torch.arange(length - rows, length, device=device)[:, None] - torch.arange(length, device=device)
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 def varlen_attention(
@@ -226,14 +231,9 @@ def _by_document(
     for run, part in zip(runs, parts, strict=True):
         q, k, v = (_documents(tensor, run) for tensor in part)
         if softcap is None and sinks is None:
-            mask = _window_mask(run.length, window, q.device)
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scaling,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )  # fmt: skip
+            out = _with_kernel(q, k, v, scaling=scaling, dropout=dropout, window=window)
         else:
-            visible = _visible(run.length, window, q.device)
-            out = plain_attention(q, k, v, visible, scaling=scaling, dropout=dropout, softcap=softcap, sinks=sinks)
+            out = _written_out(q, k, v, scaling=scaling, dropout=dropout, window=window, softcap=softcap, sinks=sinks)
         outs.append(out.transpose(1, 2).reshape(run.num_documents * run.length, *out.shape[1:2], out.shape[-1]))
     return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
 
@@ -243,16 +243,71 @@ def _documents(part: Tensor, run: Run) -> Tensor:
     return part.view(part.shape[0], run.num_documents, run.length, part.shape[2]).transpose(0, 1)
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[L, L] mask of visible keys, or None if causality alone decides."""
+def _with_kernel(
+    q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, dropout: float, window: int | None
+) -> Tensor:
+    """torch's own attention. Only a window needs a mask, which for long documents is one of a block of queries."""
+    length, grouped = q.shape[2], q.shape[1] != k.shape[1]
     if window is None or length <= window:
-        return None
-    return _visible(length, window, device)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+        )
+    outs = []
+    for queries, keys in _blocks(length, window, _MASK_ELEMENTS // length):
+        mask = _visible(queries, keys, window, q.device)
+        outs.append(
+            F.scaled_dot_product_attention(
+                q[:, :, queries], k[:, :, keys], v[:, :, keys], attn_mask=mask, dropout_p=dropout, scale=scaling,
+                enable_gqa=grouped,
+            )
+        )  # fmt: skip
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
-def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[L, L]: which keys each query sees."""
-    return _last_visible(length, length, window, device)
+def _written_out(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`plain_attention`. Scores of long documents exist for a block of queries at a time, in backward again."""
+    (num_documents, num_heads, length), device = q.shape[:3], q.device
+
+    def block(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        return plain_attention(q, k, v, visible, scaling=scaling, dropout=dropout, softcap=softcap, sinks=sinks)
+
+    blocks = list(_blocks(length, window, _SCORE_ELEMENTS // max(1, num_documents * num_heads * length)))
+    if len(blocks) == 1:
+        return block(q, k, v, _visible(*blocks[0], window, device))
+    outs = []
+    for queries, keys in blocks:
+        parts = q[:, :, queries], k[:, :, keys], v[:, :, keys], _visible(queries, keys, window, device)
+        outs.append(checkpoint(block, *parts, use_reentrant=False) if torch.is_grad_enabled() else block(*parts))
+    return torch.cat(outs, dim=2)
+
+
+def _blocks(length: int, window: int | None, rows: int) -> Iterator[tuple[slice, slice]]:
+    """Blocks of so many queries, each with the keys that they see."""
+    rows = max(rows, _LEAST_ROWS)
+    if rows >= length:
+        yield slice(0, length), slice(0, length)
+        return
+    for start in range(0, length, rows):
+        stop = min(start + rows, length)
+        yield slice(start, stop), slice(0 if window is None else max(0, start - window + 1), stop)
+
+
+def _visible(queries: slice, keys: slice, window: int | None, device: torch.device) -> Tensor:
+    """[queries, keys]: which keys each query sees."""
+    rows = torch.arange(queries.start, queries.stop, device=device)
+    columns = torch.arange(keys.start, keys.stop, device=device)
+    distance = rows[:, None] - columns[None, :]
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 def plain_attention(
