@@ -252,16 +252,27 @@ def _with_kernel(
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=grouped
         )
+    blocks = list(_blocks(length, window, _MASK_ELEMENTS // length))
+    # Blocks share their masks, in the form that is kept for the backward pass: most see their keys in the same way.
+    masks: dict[tuple[int, int], Tensor] = {}
     outs = []
-    for queries, keys in _blocks(length, window, _MASK_ELEMENTS // length):
-        mask = _visible(queries, keys, window, q.device)
+    for queries, keys in blocks:
+        shape = (queries.stop - queries.start, keys.stop - keys.start)
+        if shape not in masks:
+            visible = _visible(queries, keys, window, q.device)
+            masks[shape] = visible if len(blocks) == 1 else _added(visible, q.dtype)
         outs.append(
             F.scaled_dot_product_attention(
-                q[:, :, queries], k[:, :, keys], v[:, :, keys], attn_mask=mask, dropout_p=dropout, scale=scaling,
-                enable_gqa=grouped,
+                q[:, :, queries], k[:, :, keys], v[:, :, keys], attn_mask=masks[shape], dropout_p=dropout,
+                scale=scaling, enable_gqa=grouped,
             )
         )  # fmt: skip
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+
+def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask that is added to scores."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
 def _written_out(
