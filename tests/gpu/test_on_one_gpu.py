@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from podium import api
 from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import Document, PackedBatch, pack
+from podium.engine import state_streams
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, newest_usable
 from podium.engine.checkpoint_files import Extras
 from podium.engine.mesh import Mesh, join
@@ -57,8 +58,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_engine(folder: Path, *, checkpoint: CheckpointReader | None = None, **model: Any) -> TrainEngine:
-    section, mesh = OptimizerSection(lr=1e-3), this_device()
+def make_engine(
+    folder: Path, *, checkpoint: CheckpointReader | None = None, offload_optimizer: bool = False, **model: Any
+) -> TrainEngine:
+    section, mesh = OptimizerSection(lr=1e-3, offload=offload_optimizer), this_device()
     values = {"path": str(folder), "init": "random", "compile": "off", **model}
     placed, trained = place(ModelSection.model_validate(values), folder, mesh, seed=0, checkpoint=checkpoint)
     return TrainEngine(placed, trained, AdamW(trained, section), mesh, section.clip_norm)
@@ -161,6 +164,37 @@ def test_the_compiled_model_has_the_losses_of_the_eager_one(folder: Path) -> Non
     recomputing = {"compile": "on", "activation_checkpointing": "layers"}
     recomputed, _ = train(make_engine(folder, dtype="bfloat16", **recomputing), (1, 2))
     assert recomputed == pytest.approx(eager, abs=2e-2)
+
+
+@pytest.mark.parametrize("compiled", ["on", "off"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "all_but_attention"},
+        {"activation_checkpointing": "layers", "offload_activations": True},
+    ],
+    ids=["selective", "all_but_attention", "offloaded"],
+)
+def test_options_that_save_memory_have_the_losses_of_none(folder: Path, compiled: str, options: dict[str, Any]) -> None:
+    wanted, norms = train(make_engine(folder, dtype="bfloat16"), (1, 2))
+    found, its_norms = train(make_engine(folder, dtype="bfloat16", compile=compiled, **options), (1, 2))
+    assert found == pytest.approx(wanted, abs=2e-2)
+    assert its_norms == pytest.approx(norms, rel=5e-2)
+
+
+@pytest.mark.parametrize("piece", [1000, state_streams.PIECE_ELEMENTS])
+def test_optimizer_state_in_host_memory_leads_to_the_same_weights(
+    folder: Path, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_streams, "PIECE_ELEMENTS", piece)
+    wanted, found = (make_engine(folder, dtype="bfloat16", offload_optimizer=each) for each in (False, True))
+    for engine in (wanted, found):
+        train(engine, (1, 2, 3))
+    assert all(not each.master.is_cuda and each.master.is_pinned() for each in found.optimizer.trained)
+    for mine, other in zip(found.optimizer.trained, wanted.optimizer.trained, strict=True):
+        assert torch.equal(mine.master, other.master.cpu())
+        assert torch.equal(mine.parameter, other.parameter)
 
 
 def test_verify_agrees_in_bfloat16_and_compiled(folder: Path) -> None:

@@ -54,7 +54,7 @@ def recompute_selectively(layers: list[nn.Module], kept: Kept) -> None:
         is_kept = op in attention or (kept == "products" and op in products and _is_costly(args, ranks))
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def contexts() -> tuple[Any, Any]:
+    def contexts() -> Any:
         return create_selective_checkpoint_contexts(policy)
 
     for layer in layers:
