@@ -276,7 +276,11 @@ def _prepare_layers(model: PackedModel, section: ModelSection, device: torch.dev
 def _shard(model: PackedModel, mesh: Mesh, dtype: torch.dtype, unsharded: set[nn.Parameter]) -> None:
     """`unsharded` parameters compute in another dtype than the model (float32 routers and biases). FSDP would cast them
     with the rest of their layer, so every rank holds them whole, and the training step sums their gradients."""
-    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    # Inputs are not cast: FSDP looks into dataclasses, and would round the weights of tokens, what objectives hold
+    # (log-probs, advantages) and the sums of routers. Gathered parameters give hidden states their dtype.
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for layer in model.layers:
         fully_shard(layer, mesh=mesh.devices, mp_policy=policy, ignored_params=unsharded)
     fully_shard(model, mesh=mesh.devices, mp_policy=policy, ignored_params=unsharded)
