@@ -140,9 +140,10 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
             yield partial(check_speaks, model_beside.path, model_beside.key)
     if not isinstance(recipe, RewardModelRecipe):
         yield lambda: check_speaks(model.path, "model.path")
-    if recipe.placement.policy is not None and recipe.placement.policy.tensor > 1:
-        yield partial(_check_tensor_axis, recipe.placement.policy, recipe.placement.training_devices, recipe)
-    if recipe.placement.policy is not None and recipe.placement.policy.context > 1:
+    policy = recipe.placement.policy
+    if isinstance(policy, PolicyMeshSection) and policy.tensor > 1:
+        yield partial(_check_tensor_axis, policy, recipe.placement.training_devices, recipe)
+    if isinstance(policy, PolicyMeshSection) and policy.context > 1:
         yield partial(_check_context_axis, recipe)
     if isinstance(recipe, OnPolicyRecipe) and recipe.placement.generator_tensor > 1:
         yield partial(_check_generator, recipe)

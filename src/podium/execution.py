@@ -51,8 +51,24 @@ def prepare(recipe: Recipe) -> Prepared:
 
     check_recipe(recipe)
     model = local_folder(recipe.model.path, "model.path")
-    recipe = resolved(recipe, read_config(model, "model.path"))
+    recipe = _with_mesh(resolved(recipe, read_config(model, "model.path")))
     return Prepared(recipe=_counted(recipe) if recipe.epochs is not None else recipe, model=model)
+
+
+def _with_mesh(recipe: Recipe) -> Recipe:
+    """A recipe whose axes are left to the planner with the axes that it chooses, which are then said and saved."""
+    if not isinstance(recipe, SpmdRecipe) or recipe.placement.policy != "auto":
+        return recipe
+    from podium.observe import open_console
+    from podium.planning.mesh_choice import with_chosen_mesh
+    from podium.spmd.launch import place_under_torchrun
+
+    under = place_under_torchrun()
+    chosen, text = with_chosen_mesh(recipe, world=None if under is None else under.world)
+    console = open_console(rank=0 if under is None else under.rank)
+    console.note(text)
+    console.close()
+    return chosen
 
 
 def _counted(recipe: RecipeT) -> RecipeT:

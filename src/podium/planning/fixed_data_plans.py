@@ -6,12 +6,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from podium.errors import RunFolderError
 from podium.planning.devices import Device
-from podium.planning.memory import TOLERANCE, MemoryPlan, gib, memory_of, refusal
+from podium.planning.memory import TOLERANCE, MemoryPlan, gib, memory_of, mesh_sizes, refusal
 from podium.planning.model_shape import shape_of
 from podium.planning.plan_report import (
     Plan,
@@ -24,6 +25,7 @@ from podium.planning.plan_report import (
 from podium.planning.run_costs import fit_line
 from podium.planning.shape_costs import StepTime, training_step
 from podium.recipe import SpmdRecipe
+from podium.recipe.policy_mesh import MeshSizes, PolicyMeshSection, nearest, section_of
 from podium.roles.interfaces import MICRO_BATCH
 
 # A step that is shorter takes as long as starting its kernels.
@@ -37,15 +39,40 @@ _LEAST_GAIN = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepSplit:
+    """How ranks go through the tokens of a step, with documents as long as they may be."""
+
+    step_tokens: int  # of all ranks
+    micro_batches: int  # of a rank
+    tokens: float  # of a micro-batch
+    length: int  # of a document
+
+
+def split_of(recipe: SpmdRecipe, device: Device, sizes: MeshSizes) -> StepSplit:
+    """Of a recipe on its mesh: ranks that get different data have equal parts of it."""
+    longest = recipe.data.max_length or shape_of(recipe.model).context
+    rows = recipe.rows_per_step
+    tokens = recipe.tokens_per_step if rows is None else rows * recipe.documents_per_row * longest
+    of_rank = max(1.0, tokens / sizes.data_ranks)
+    micro_batches = math.ceil(of_rank / (recipe.micro_batch_tokens or MICRO_BATCH[device.kind]))
+    return StepSplit(
+        step_tokens=tokens, micro_batches=micro_batches, tokens=of_rank / micro_batches,
+        length=max(1, int(min(longest, of_rank / micro_batches))),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FixedDataStep:
     """One step of a recipe on so many devices."""
 
     devices: int
+    sizes: MeshSizes
     micro_batch: int | None  # None: the default
     passes: int
     tokens: float  # of all devices
     length: float  # of a document
     parts: Mapping[str, float]
+    moved_s: float  # of collectives, hidden or not
     memory: MemoryPlan
 
     @property
@@ -63,7 +90,7 @@ def plan_fixed_data(recipe: SpmdRecipe, device: Device, devices: Sequence[int], 
     fitting = [each for each in found if each is not None]
     if problem is not None and not fitting:
         raise problem
-    facts = now.memory.lines()
+    facts = [*mesh_facts(recipe, device), *now.memory.lines()]
     if problem is None:
         facts += [
             f"a step of {now.tokens:,.0f} tokens takes {seconds_text(now.step_s)}: {listed(now.parts)}",
@@ -84,50 +111,66 @@ def plan_fixed_data(recipe: SpmdRecipe, device: Device, devices: Sequence[int], 
             "starting its kernels may take longer than such a small step, and is not counted: this is a lower bound."
         )
     values = {
-        "device": device.name, "memory": memory_values(now.memory), "step_s": now.step_s, "parts_s": now.parts,
-        "fits": problem is None, "choices": [_values(each) for each in fitting],
+        "device": device.name, "mesh": asdict(now.sizes), "memory": memory_values(now.memory),
+        "step_s": now.step_s, "parts_s": now.parts, "fits": problem is None,
+        "choices": [_values(each) for each in fitting],
     }  # fmt: skip
     return Plan(
-        title=f"{recipe.program} on {now.devices} x {device.name}", facts=tuple(facts), base=None, found=None,
-        notes=(*notes, *device_notes(device)), values=values,
+        title=f"{recipe.program} on {now.devices} x {device.name}{_axes(recipe, now)}", facts=tuple(facts),
+        base=None, found=None, notes=(*notes, *device_notes(device)), values=values,
     )  # fmt: skip
 
 
 def suited(recipe: SpmdRecipe, device: Device, devices: int) -> FixedDataStep | None:
     """The step on so many devices with the recipe's micro-batch, with a larger one if that fits and gains 3%, or with
     the largest smaller one that fits; None: none does."""
-    placement = recipe.placement.model_copy(update={"devices": devices})
-    placed = recipe.model_copy(update={"placement": placement})
-    own = fixed_data_step(placed, device)
+    recipe = placed_on(recipe, devices)
+    own = fixed_data_step(recipe, device)
     if _fits(own):
-        larger = [each for each in _larger(placed, device, own) if _fits(each)]
+        larger = [each for each in _larger(recipe, device, own) if _fits(each)]
         best = min([own, *larger], key=lambda each: each.step_s)
         return best if best.step_s < own.step_s * (1 - _LEAST_GAIN) else own
-    return next((each for each in _smaller(placed, device) if _fits(each)), None)
+    return next((each for each in _smaller(recipe, device) if _fits(each)), None)
+
+
+def placed_on(recipe: SpmdRecipe, devices: int) -> SpmdRecipe:
+    """The recipe with another number of devices, and of its axes the nearest shape that has these."""
+    policy = recipe.placement.policy
+    if isinstance(policy, PolicyMeshSection) and devices != recipe.placement.devices:
+        policy = section_of(nearest(policy, devices))
+    return placed(recipe, devices, policy)
+
+
+def placed(recipe: SpmdRecipe, devices: int, policy: PolicyMeshSection | Literal["auto"] | None) -> SpmdRecipe:
+    """The recipe with these devices and axes."""
+    placement = recipe.placement.model_copy(update={"devices": devices, "policy": policy})
+    return recipe.model_copy(update={"placement": placement})
 
 
 def fixed_data_step(recipe: SpmdRecipe, device: Device) -> FixedDataStep:
     """Of the recipe as it is, with documents as long as they may be."""
-    shape, world = shape_of(recipe.model), recipe.placement.devices
-    longest = recipe.data.max_length or shape.context
-    rows = recipe.rows_per_step
-    tokens = recipe.tokens_per_step if rows is None else rows * recipe.documents_per_row * longest
-    of_one = max(1.0, tokens / world)
-    length = min(longest, of_one)
-    passes = math.ceil(of_one / (recipe.micro_batch_tokens or MICRO_BATCH[device.kind]))
+    shape, sizes = shape_of(recipe.model), mesh_sizes(recipe, device)
+    if recipe.placement.policy == "auto":
+        recipe = placed(recipe, sizes.devices, section_of(sizes))
+    split = split_of(recipe, device, sizes)
+    of_one = max(1.0, split.step_tokens / sizes.data_ranks)
+    length = min(recipe.data.max_length or shape.context, of_one)
+    passes = split.micro_batches
     step = training_step(
-        shape, device, [length] * max(1, round(of_one / length)), world=world, passes=passes,
+        shape, device, [length] * max(1, round(of_one / length)), mesh=sizes, passes=passes,
         checkpointing=recipe.model.activation_checkpointing,
     )  # fmt: skip
     # Only a calibration measures what an update takes whatever its size; the table's value has a controller in it.
     constant_s = passes * device.efficiency.update_s if device.is_measured else 0.0
     return FixedDataStep(
-        devices=world,
+        devices=sizes.devices,
+        sizes=sizes,
         micro_batch=recipe.micro_batch_tokens,
         passes=passes,
-        tokens=float(tokens),
+        tokens=float(split.step_tokens),
         length=length,
         parts={**_step_parts(step), "constant": constant_s},
+        moved_s=step.moved_s,
         memory=memory_of(recipe, device),
     )
 
@@ -157,11 +200,25 @@ def _fits(step: FixedDataStep) -> bool:
 
 def _choice(each: FixedDataStep, now: FixedDataStep, steps: int) -> str:
     micro = "" if each.micro_batch == now.micro_batch else f" with micro_batch_tokens: {each.micro_batch}"
+    axes = "" if each.sizes.shard == each.devices else f" {each.sizes}"
     peak = f"{gib(each.memory.peak.num_bytes)} of {gib(each.memory.device.memory_bytes)}"
     return (
-        f"{number_of_devices(each.devices)}{micro}: {seconds_text(each.step_s)} a step in {each.passes} "
+        f"{number_of_devices(each.devices)}{axes}{micro}: {seconds_text(each.step_s)} a step in {each.passes} "
         f"micro-batch{'es' if each.passes > 1 else ''}, {_speed(each, steps)}, {peak}"
     )
+
+
+def _axes(recipe: SpmdRecipe, step: FixedDataStep) -> str:
+    return "" if recipe.placement.policy is None else f" {step.sizes}"
+
+
+def mesh_facts(recipe: SpmdRecipe, device: Device) -> list[str]:
+    """What placement.policy: auto chooses, and why; nothing for other values."""
+    if recipe.placement.policy != "auto":
+        return []
+    from podium.planning.mesh_choice import choose_mesh
+
+    return [choose_mesh(recipe, device).text]
 
 
 def _speed(each: FixedDataStep, steps: int) -> str:
@@ -171,8 +228,9 @@ def _speed(each: FixedDataStep, steps: int) -> str:
 
 def _values(each: FixedDataStep) -> dict[str, object]:
     return {
-        "devices": each.devices, "micro_batch_tokens": each.micro_batch, "micro_batches": each.passes,
-        "step_s": each.step_s, "parts_s": dict(each.parts), "peak_bytes": each.memory.peak.num_bytes,
+        "devices": each.devices, "mesh": asdict(each.sizes), "micro_batch_tokens": each.micro_batch,
+        "micro_batches": each.passes, "step_s": each.step_s, "parts_s": dict(each.parts),
+        "peak_bytes": each.memory.peak.num_bytes,
     }  # fmt: skip
 
 

@@ -8,13 +8,14 @@ weights/whole_copy.py (weights of generators)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from podium.errors import PodiumError, RecipeError, RolloutError
 from podium.planning.activations import activation_bytes, head_bytes, layer_bytes
 from podium.planning.devices import GIB, Device
 from podium.planning.model_shape import ModelShape, shape_of
+from podium.planning.tensor_shapes import divided
 from podium.recipe import (
     DistillRecipe,
     DpoRecipe,
@@ -160,24 +161,34 @@ def _advice(peak: PhaseMemory, recipe: Recipe, device: Device) -> str:
     return f"To make it smaller: {', or '.join(advice)}." if advice else "It needs a device with more memory."
 
 
+def mesh_sizes(recipe: Recipe, device: Device) -> MeshSizes:
+    """The axes of placement.policy on such devices; without it, all ranks shard."""
+    if recipe.placement.policy == "auto" and isinstance(recipe, SpmdRecipe):
+        from podium.planning.mesh_choice import choose_mesh
+
+        return choose_mesh(recipe, device).sizes
+    return recipe.placement.mesh_sizes
+
+
 class _Needs:
     """Bytes of one recipe on one kind of device."""
 
     def __init__(self, recipe: Recipe, device: Device) -> None:
         self._recipe, self._device = recipe, device
         self._cuda = device.kind == "cuda"
-        self._itemsize = _itemsize(recipe.model, device)
-        self._world, sizes = recipe.placement.training_devices, recipe.placement.mesh_sizes
-        # Activations count whole: those between divided layers are smaller with a tensor axis.
-        self._parts, self._data_ranks = sizes.parts, sizes.data_ranks
+        self._itemsize = compute_itemsize(recipe.model, device)
+        self._world, sizes = recipe.placement.training_devices, mesh_sizes(recipe, device)
+        # A tensor group divides layers and vocabulary; FSDP then shards the rows of what each of its ranks has.
+        self._tensor, self._data_ranks = sizes.tensor, sizes.data_ranks
+        self._parts = sizes.parts // sizes.tensor
         self._shape = shape_of(recipe.model)
         if isinstance(recipe, RewardModelRecipe):
             self._shape = self._shape.with_labels(1)
+        self._whole, self._shape = self._shape, divided(self._shape, self._tensor)
         self._step_tokens = self._tokens_of_a_step()
-        context = 1 if sizes is None else sizes.context
-        limit = recipe.micro_batch_tokens or MICRO_BATCH[device.kind] * context
+        limit = recipe.micro_batch_tokens or MICRO_BATCH[device.kind] * sizes.context
         self._micro_batch = min(limit, self._step_tokens)
-        self._tokens = -(-self._micro_batch // context)  # of it, on each rank
+        self._tokens = -(-self._micro_batch // sizes.context)  # of it, on each rank
         # On CPU every worker's memory counts, because they share it.
         self._workers = 1 if self._cuda else self._world
         self._engines: list[Sizes | None] = []
@@ -242,7 +253,7 @@ class _Needs:
 
     def host(self) -> list[MemoryTerm]:
         """Host memory of one machine that is not a device's: snapshots of the last two steps, and what is offloaded."""
-        recipe, shape = self._recipe, self._shape
+        recipe, shape = self._recipe, self._whole
         restarts = recipe.placement.restarts  # type: ignore[attr-defined]
         snapshots = recipe.keeps_snapshots if isinstance(recipe, OnPolicyRecipe) else restarts > 0
         terms: list[MemoryTerm] = []
@@ -289,7 +300,9 @@ class _Needs:
             shape, tokens, length=length, itemsize=itemsize, compiled=compiled,
             checkpointing=self._recipe.model.activation_checkpointing, offloaded=self._offloads_inputs,
         )  # fmt: skip
-        logits = head_bytes(shape, tokens, itemsize=itemsize, compiled=compiled, divergence=divergence)
+        # A loss of whole distributions gathers the logits of a tensor group.
+        of_head = replace(shape, vocab_rows=self._whole.vocab_rows) if divergence else shape
+        logits = head_bytes(of_head, tokens, itemsize=itemsize, compiled=compiled, divergence=divergence)
         trained, sharded = shape.of_rank(self._parts, trained=True), self._world > 1
         # Of one micro-batch in the dtype of the parameters; sums over several are float32.
         fresh = trained * (_MASTER_BYTES if sharded else itemsize)
@@ -355,7 +368,8 @@ class _Needs:
             shape = shape_of(section, key=name)
             if name == "reward models":
                 shape = shape.with_labels(1)
-            terms.append(MemoryTerm(name=name, num_bytes=shape.of_rank(self._parts) * self._itemsize))
+            held = divided(shape, self._tensor).of_rank(self._parts)
+            terms.append(MemoryTerm(name=name, num_bytes=held * self._itemsize))
         return terms
 
     def _critic(self) -> list[MemoryTerm]:
@@ -404,7 +418,8 @@ class _Needs:
         return 1 if self._cuda else recipe.placement.devices - self._world
 
 
-def _itemsize(section: ModelSection, device: Device) -> int:
+def compute_itemsize(section: ModelSection, device: Device) -> int:
+    """Bytes of a number in the dtype that the model computes in."""
     if section.dtype == "auto":
         return 2 if device.kind == "cuda" else 4
     return 2 if section.dtype == "bfloat16" else 4

@@ -14,8 +14,11 @@ from typing import Literal
 
 from podium.controller.simulation.costs import CostModel, GenerationCost, LogNormal, UpdateCost
 from podium.planning.activations import layer_bytes
+from podium.planning.collectives import seconds_of, step_collectives
 from podium.planning.devices import Device
 from podium.planning.model_shape import ModelShape
+from podium.planning.tensor_shapes import divided
+from podium.recipe.policy_mesh import MeshSizes
 from podium.recipe.schema import ActivationCheckpointing
 
 _TILE = 128  # attention kernels compute whole tiles of queries and keys
@@ -44,7 +47,8 @@ class StepTime:
     logits_s: float
     optimizer_s: float
     sums_s: float = 0.0  # of the gradients of several micro-batches
-    collectives_s: float = 0.0
+    collectives_s: float = 0.0  # that computation does not hide
+    moved_s: float = 0.0  # all of them, hidden or not
 
     @property
     def total_s(self) -> float:
@@ -92,11 +96,14 @@ class Episodes:
 def training_step(
     shape: ModelShape, device: Device, lengths: Sequence[float], *, head_tokens: float | None = None,
     world: int = 1, passes: int = 1, checkpointing: ActivationCheckpointing = "none", watches_entropy: bool = False,
-    itemsize: int | None = None,
+    itemsize: int | None = None, mesh: MeshSizes | None = None,
 ) -> StepTime:  # fmt: skip
     """One update of packed documents of these lengths on one of `world` devices, which hold `lengths` each, in so many
     micro-batches (`passes`). Each of them gathers sharded weights in forward and backward, and sums gradients over the
-    devices; what is not hidden behind computation counts."""
+    devices; what is not hidden behind computation counts. `mesh`: the axes of the devices, instead of `world`, which
+    shard; ranks that share their data share its computation."""
+    mesh = mesh or MeshSizes(shard=world)
+    world, sharers = mesh.devices, mesh.devices // mesh.data_ranks
     efficiency, size = device.efficiency, itemsize or _itemsize(device)
     tokens = float(sum(lengths))
     head = tokens if head_tokens is None else head_tokens
@@ -107,30 +114,37 @@ def training_step(
     attention = attention_flops(shape, lengths) * (4 / 3 if checkpointing == "layers" else 1.0)
     copying = device.bandwidth * efficiency.copying
     longest = int(max(lengths, default=0))
-    kept = layer_bytes(shape, length=longest, itemsize=size, compiled=device.kind == "cuda") * shape.num_layers
+    part = divided(shape, mesh.tensor)
+    kept = layer_bytes(part, length=longest, itemsize=size, compiled=device.kind == "cuda") * shape.num_layers
     kept_passes = kept * efficiency.activation_passes + _adapter_bytes(shape, size)
     logits = head * shape.vocab_rows if shape.num_labels is None else 0.0
     over_logits = _LOGITS_PASSES + (1 if watches_entropy else 0)
-    products_s = flops / matrix
-    trained = shape.trained_parameters / world
-    moved_s = gathering_s(shape, device, world=world, passes=passes, itemsize=size)
+    products_s = flops / matrix / sharers
+    trained = shape.trained_parameters / mesh.parts
+    waited_s, moved_s = seconds_of(
+        step_collectives(
+            shape, mesh, passes=passes, tokens=tokens / passes, itemsize=size, checkpointed=checkpointing != "none"
+        ),
+        device,
+    )  # fmt: skip
     return StepTime(
         products_s=products_s,
-        attention_s=attention / (device.matrix_flops * efficiency.attention),
-        activations_s=tokens * kept_passes / copying,
-        logits_s=logits * (_FLOAT * over_logits + size * _LOGITS_GRADIENT_PASSES) / copying,
+        attention_s=attention / (device.matrix_flops * efficiency.attention) / sharers,
+        activations_s=tokens * kept_passes / copying / mesh.context,
+        logits_s=logits / sharers * (_FLOAT * over_logits + size * _LOGITS_GRADIENT_PASSES) / copying,
         optimizer_s=_optimizer_bytes(size, sharded=world > 1, passes=passes) * trained / copying,
-        sums_s=_sums_bytes(shape, size, world=world, passes=passes) / copying,
-        collectives_s=max(0.0, moved_s - products_s),
+        sums_s=_sums_bytes(shape, size, parts=mesh.parts, sharded=world > 1, passes=passes) / copying,
+        collectives_s=waited_s + max(0.0, moved_s - products_s),
+        moved_s=waited_s + moved_s,
     )
 
 
 def gathering_s(shape: ModelShape, device: Device, *, world: int, passes: int, itemsize: int | None = None) -> float:
-    """Collectives of one update, hidden or not: every micro-batch gathers sharded weights twice, and sums gradients in
-    float32."""
+    """Collectives of one update, hidden or not: every micro-batch gathers sharded layers twice and what is outside of
+    them once, and sums gradients in float32."""
     size = itemsize or _itemsize(device)
-    moved = (2 * size * shape.num_parameters + _FLOAT * shape.trained_parameters) * (world - 1) / world
-    return passes * moved / device.link_between(world) if world > 1 else 0.0
+    found = step_collectives(shape, MeshSizes(shard=world), passes=passes, tokens=0.0, itemsize=size)
+    return sum(seconds_of(found, device))
 
 
 def scoring_s(shape: ModelShape, device: Device, lengths: Sequence[float], *, head_tokens: float) -> float:
@@ -151,19 +165,19 @@ def _optimizer_bytes(itemsize: int, *, sharded: bool, passes: int) -> int:
     return _STATE_BYTES + 2 * gradient + (itemsize if has_copy else 0)
 
 
-def _sums_bytes(shape: ModelShape, itemsize: int, *, world: int, passes: int) -> float:
+def _sums_bytes(shape: ModelShape, itemsize: int, *, parts: int, sharded: bool, passes: int) -> float:
     """Gradients of several micro-batches are added up in float32, and the gradient of the head is begun and cast in
     each. A single device turns the first one into float32, and reads and writes the sum with every further one; sharded
     gradients are float32 and added in place."""
     if passes == 1:
         return 0.0
-    if world == 1 and itemsize != _FLOAT:
+    if not sharded and itemsize != _FLOAT:
         each = (itemsize + _FLOAT) + (passes - 1) * (itemsize + 2 * _FLOAT)
     else:
         each = (passes - 1) * 3 * _FLOAT
     cost = shape.cost()
     head = cost.head_matrix * (2 * _FLOAT + itemsize) * (passes - 1) if cost.head_trained else 0
-    return each * shape.trained_parameters / world + head
+    return each * shape.trained_parameters / parts + head
 
 
 def matrix_flops(shape: ModelShape, tokens: float, head_tokens: float) -> float:

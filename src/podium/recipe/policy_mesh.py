@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 from pydantic import Field, Strict
@@ -101,7 +101,7 @@ def nearest(asked: PolicyMeshSection, devices: int, tensors: frozenset[int] | No
             factors.append((shape.shard, asked.shard))
         return sum(abs(math.log(size / wanted)) for size, wanted in factors), -shape.shard
 
-    shapes = [shape for shape in _shapes(devices) if tensors is None or shape.tensor in tensors]
+    shapes = [shape for shape in shapes_of(devices) if tensors is None or shape.tensor in tensors]
     return min(shapes, key=change)
 
 
@@ -113,7 +113,13 @@ def no_place(devices: int, what: str, sizes: MeshSizes, error: PlacementError) -
     return PlacementError(text)
 
 
-def _shapes(devices: int) -> Iterator[MeshSizes]:
+def section_of(sizes: MeshSizes) -> PolicyMeshSection:
+    """The section with these sizes."""
+    return PolicyMeshSection.model_validate(asdict(sizes))
+
+
+def shapes_of(devices: int) -> Iterator[MeshSizes]:
+    """All sizes of axes whose product is this."""
     for replicate in _divisors(devices):
         for context in _divisors(devices // replicate):
             left = devices // (replicate * context)

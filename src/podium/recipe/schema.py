@@ -209,8 +209,11 @@ class PlacementSection(Section):
     )
     threads: Count | None = Field(None, description="Torch threads per CPU rank; default: chosen by measuring.")
     onednn: Switch | None = Field(None, description="oneDNN on CPU; default: chosen by measuring.")
-    policy: PolicyMeshSection | None = Field(
-        None, description="Axes over which the devices that train hold the model; default: all of them shard."
+    policy: PolicyMeshSection | Literal["auto"] | None = Field(
+        None,
+        description="Axes over which the devices that train hold the model; default: all of them shard. auto, with "
+        "fixed data: the planner chooses by memory, then by time of collectives and optimizer; the run folder's recipe "
+        "says what.",
     )
 
     @property
@@ -220,7 +223,9 @@ class PlacementSection(Section):
 
     @property
     def mesh_sizes(self) -> MeshSizes:
-        """The axes of the devices that train. Raises a PlacementError if those of `policy` do not give them."""
+        """The axes of the devices that train, which are known: not `auto`. Raises a PlacementError if those of `policy`
+        do not give them."""
+        assert self.policy != "auto", "the planner chooses before a run starts"
         devices = self.training_devices
         return MeshSizes(shard=devices) if self.policy is None else self.policy.sizes(devices)
 

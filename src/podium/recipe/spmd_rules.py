@@ -37,7 +37,7 @@ def length_rules(recipe: SpmdRecipe) -> Iterator[str]:
 
 def mesh_rules(recipe: Recipe) -> Iterator[str]:
     """Rules of all programs: the axes of placement.policy give the devices that train."""
-    if recipe.placement.policy is None or recipe.placement.training_devices < 1:  # another rule's
+    if recipe.placement.policy in (None, "auto") or recipe.placement.training_devices < 1:  # another rule's
         return
     try:
         sizes = recipe.placement.mesh_sizes

@@ -84,6 +84,7 @@ def run_rank(where: RankPlace, task: RankTask) -> RunResult:
     recipe = task.recipe
     check_devices(recipe.placement, where.local_world)
     policy = recipe.placement.policy
+    assert policy != "auto", "it is chosen before ranks start"
     mesh = join(
         recipe.placement, rank=where.rank, world=where.world, local_rank=where.local_rank, meeting=where.meeting,
         sizes=None if policy is None else policy.sizes(where.world),
@@ -358,4 +359,4 @@ def _header(
 def _axes(recipe: SpmdRecipe, mesh: Mesh) -> str:
     """The axes of placement.policy; nothing without it."""
     policy = recipe.placement.policy
-    return "" if policy is None else f" {policy.sizes(mesh.world)}"
+    return "" if policy is None or policy == "auto" else f" {policy.sizes(mesh.world)}"

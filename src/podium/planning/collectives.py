@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of one training step: which there are, how many bytes they move, and how long that takes. Torch-free.
+
+The counts follow the engine: FSDP gathers each layer for the forward and for the backward pass and reduces its
+gradient, models/tensor_axis.py sums over a tensor group, models/head_kernels.py exchanges numbers of the head. A dry
+run (podium/dry_run) counts the same collectives in the engine itself; the tests compare both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from podium.planning.activations import HEAD_CHUNK
+from podium.planning.devices import Device
+from podium.planning.model_shape import ModelShape, TensorShape
+from podium.planning.tensor_shapes import divided, divides_inputs, divides_outputs
+from podium.recipe.policy_mesh import MeshSizes
+
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send"]
+_FLOAT = 4
+_FLAGS = 5  # loss, squared norm of the gradient, and three flags: one sum over all ranks a step
+_ROUTER_COLUMNS = 3  # beside counts and probabilities of each expert
+# Of the tensor that a collective is about, so much crosses a rank's link: with n ranks (n - 1) / n of it, an all-reduce
+# twice. A broadcast or a message passes on all of it.
+_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """Collectives of one kind over groups of one axis, in one step of one rank."""
+
+    kind: Kind
+    axis: str  # replicate, shard, tensor, ...; all: every rank
+    ranks: int  # of a group
+    span: int  # ranks from the first to the last of a group, if these are numbered machine by machine
+    calls: int
+    num_bytes: int  # of the whole tensors: what is gathered, reduced or summed
+
+    @property
+    def sent_bytes(self) -> float:
+        """What one rank sends, if the ranks form a ring."""
+        passes = _PASSES.get(self.kind)
+        return float(self.num_bytes) if passes is None else passes * self.num_bytes * (self.ranks - 1) / self.ranks
+
+    def crosses_machines(self, device: Device) -> bool:
+        """Whether a group has ranks on several machines that a network joins."""
+        return device.network is not None and self.span > device.per_machine
+
+    def seconds(self, device: Device) -> float:
+        """Over the links of the devices within a machine (NVLink or the like), or over the network. There a ring passes
+        each machine once, and the ranks of the group on that machine carry it together."""
+        speed = device.link
+        if device.network is not None and self.crosses_machines(device):
+            together = max(1, self.ranks * device.per_machine // self.span)
+            speed = min(device.link, device.network * together)
+        return self.sent_bytes / speed
+
+    def times(self, count: int) -> Collective:
+        """So many times as often."""
+        return replace(self, calls=self.calls * count, num_bytes=self.num_bytes * count)
+
+
+def added_up(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
+    """One for each kind and axis, without groups of one rank."""
+    sums: dict[tuple[str, str, int], Collective] = {}
+    for each in collectives:
+        if each.ranks < 2 or not each.calls:
+            continue
+        key = (each.axis, each.kind, each.ranks)
+        before = sums.get(key)
+        sums[key] = each if before is None else replace(
+            before, calls=before.calls + each.calls, num_bytes=before.num_bytes + each.num_bytes
+        )  # fmt: skip
+    return tuple(sums[key] for key in sorted(sums))
+
+
+def span_of(axis: str, ranks: int, sizes: MeshSizes) -> int:
+    """From the first to the last rank of a group of this axis: the tensor axis varies fastest over ranks, and a group
+    of `shard` has all ranks that hold one copy of the model."""
+    if axis == "tensor":
+        return ranks
+    return sizes.parts if axis == "shard" else sizes.devices
+
+
+def seconds_of(collectives: Iterable[Collective], device: Device) -> tuple[float, float]:
+    """(those of the tensor axis, which nothing hides, all others)."""
+    apart = hidden = 0.0
+    for each in collectives:
+        if each.axis in ("shard", "replicate", "all"):
+            hidden += each.seconds(device)
+        else:
+            apart += each.seconds(device)
+    return apart, hidden
+
+
+def step_collectives(
+    shape: ModelShape, sizes: MeshSizes, *, passes: int, tokens: float, itemsize: int, checkpointed: bool = False
+) -> tuple[Collective, ...]:
+    """Of one optimizer step in so many micro-batches (`passes`) of `tokens` on each rank with its own data. Every token
+    is trained."""
+    part = divided(shape, sizes.tensor)
+    found = [each.times(passes) for each in _of_shards(part, sizes, itemsize)]
+    if sizes.tensor > 1:
+        found += [each.times(passes) for each in _of_tensors(shape, sizes, int(tokens), itemsize, checkpointed)]
+        found += _of_summed_gradients(part, sizes)
+    floats = _FLAGS
+    if shape.num_experts:
+        sparse = next(each.count for each in shape.tensors if each.part == "experts")
+        floats += sparse * (2 * shape.num_experts + _ROUTER_COLUMNS) + 1
+    everyone = "shard" if sizes.shard == sizes.devices else "all"
+    found.append(_collective("all-reduce", everyone, sizes.devices, sizes, 1, _FLOAT * floats))
+    return added_up(found)
+
+
+def _of_shards(part: ModelShape, sizes: MeshSizes, itemsize: int) -> Iterator[Collective]:
+    """FSDP in one micro-batch: each layer is gathered twice, what is outside of the layers once; gradients are reduced
+    in float32, and then summed over `replicate`."""
+    ranks = sizes.parts // sizes.tensor
+    for in_layer, units, gathers in ((True, part.num_layers, 2), (False, 1, 1)):
+        tensors = [each for each in part.tensors if each.in_layer == in_layer]
+        gathered = sum(_padded(each, ranks) for each in tensors)
+        yield _collective("all-gather", "shard", ranks, sizes, gathers * units, gathers * gathered * itemsize)
+        reduced = sum(_padded(each, ranks) for each in tensors if each.is_trained)
+        if reduced:
+            yield _collective("reduce-scatter", "shard", ranks, sizes, units, reduced * _FLOAT)
+            yield _collective("all-reduce", "replicate", sizes.replicate, sizes, units, reduced * _FLOAT // ranks)
+
+
+def _of_tensors(
+    shape: ModelShape, sizes: MeshSizes, tokens: int, itemsize: int, checkpointed: bool
+) -> Iterator[Collective]:
+    """Tensor parallelism in one micro-batch: a layer divided by its inputs sums its outputs in the forward pass, and
+    one divided by its outputs sums the gradient of its inputs. A recomputed layer sums again, but for the last sum,
+    which nothing in the layer needs."""
+    states = tokens * shape.hidden * itemsize
+    linear = [each for each in shape.tensors if each.in_layer and len(each.shape) == 2 and each.part != "adapter"]
+    by_outputs = sum(each.count for each in linear if divides_outputs(each))
+    by_inputs = sum(each.count for each in linear if divides_inputs(each))
+    again = by_inputs - shape.num_layers if checkpointed else 0
+    embedding = next(each for each in shape.tensors if each.part == "embedding")
+    if not embedding.is_trained:  # nothing needs the gradient of the first layer's input
+        attention = sum(each.count for each in linear if each.part == "attention" and divides_outputs(each))
+        by_outputs -= attention // shape.num_layers
+    sums = by_outputs + by_inputs + again + (1 if embedding.shape[0] % sizes.tensor == 0 else 0)
+    num_bytes = sums * states
+    if shape.num_labels is None:  # of each chunk the largest score, then two sums; and the gradient of the states
+        sums += 2 * math.ceil(tokens / HEAD_CHUNK) + 1
+        num_bytes += states + 3 * _FLOAT * tokens
+    yield _collective("all-reduce", "tensor", sizes.tensor, sizes, sums, num_bytes)
+
+
+def _of_summed_gradients(part: ModelShape, sizes: MeshSizes) -> Iterator[Collective]:
+    """Norms of heads are whole on each rank, which has the gradient of its own heads alone; so is the factor of an
+    adapter that is not divided. All are summed at once."""
+    norms = ("qk_norm", "q_norm", "k_norm")
+    summed = [
+        each
+        for each in part.tensors
+        if each.is_trained and (each.name in norms or (each.part == "adapter" and not _is_divided(each)))
+    ]
+    if summed:
+        held = sum(each.numel_of_rank(sizes.parts // sizes.tensor) for each in summed)
+        yield _collective("all-reduce", "tensor", sizes.tensor, sizes, 1, _FLOAT * held)
+
+
+def _is_divided(each: TensorShape) -> bool:
+    return divides_outputs(each) or divides_inputs(each)
+
+
+def _padded(each: TensorShape, ranks: int) -> int:
+    """Elements that a group gathers: each rank sends as many rows as the one that has most."""
+    return each.numel_of_rank(ranks) * ranks
+
+
+def _collective(kind: Kind, axis: str, ranks: int, sizes: MeshSizes, calls: int, num_bytes: int) -> Collective:
+    span = span_of(axis, ranks, sizes)
+    return Collective(kind=kind, axis=axis, ranks=ranks, span=span, calls=calls, num_bytes=num_bytes)
