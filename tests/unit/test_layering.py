@@ -15,8 +15,8 @@ import podium
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
     "errors", "disk", "importing", "progress", "recipe", "observe", "algorithms", "data", "environments", "models",
-    "engine", "weights", "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "planning", "ui",
-    "checks", "memory_checks",
+    "engine", "weights", "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "planning",
+    "dry_run", "ui", "checks", "memory_checks",
     "pipeline_checks", "python_hints", "python_objects", "recipe_arguments", "generating", "execution", "evaluating",
     "replaying", "drafting", "trying", "api", "commands", "cli", "supervising",
 )  # fmt: skip

@@ -52,6 +52,12 @@ def plan(
     grading: Annotated[
         float | None, typer.Option(help="Before a run: seconds to grade an episode. Default: 0.", min=0)
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Fixed data: place the model as a rank of its mesh does; count memory and collectives."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:  # fmt: skip
     """Predict memory, step time and idle devices of a recipe or a run, and find its best layout."""
@@ -68,6 +74,12 @@ def plan(
     }  # fmt: skip
     if runs and (unused := [name for name, value in before.items() if value is not None]):
         raise typer.BadParameter(f"{', '.join(unused)}: only with a recipe. A run tells that itself; leave it out")
+    if dry_run:
+        others = {**before, "--set": None, "--device": None, "--from": runs, "--devices": devices, "--steps": steps}
+        if recipe is None or (unused := [name for name, value in others.items() if value]):
+            raise typer.BadParameter(f"--dry-run is of a recipe as it is: leave out {', '.join(unused or ['--from'])}")
+        _dry_run(_loaded(recipe, overrides or []), device, as_json=as_json)
+        return
     from podium.planning.plans import Assumptions, device_numbers, plan_recipe, plan_runs
     from podium.planning.search import STALENESSES
 
@@ -87,6 +99,24 @@ def plan(
         typer.echo(json.dumps(found.as_json(), indent=1))
         return
     for line in found.lines():
+        typer.echo(line)
+
+
+def _dry_run(recipe: Recipe, device: str | None, *, as_json: bool) -> None:
+    if not isinstance(recipe, SpmdRecipe):
+        raise RecipeError(
+            f"program: a dry run is of programs on fixed data, and {recipe.program} generates. Its learner is placed "
+            "like an sft on as many devices: dry-run that."
+        )
+    found = _device(recipe, device)
+    from podium.dry_run.fake_ranks import dry_run
+    from podium.planning.fixed_data_plans import mesh_facts
+
+    chosen, counted = mesh_facts(recipe, found), dry_run(recipe, found)
+    if as_json:
+        typer.echo(json.dumps(counted.as_json(), indent=1))
+        return
+    for line in [*chosen, *counted.lines()]:
         typer.echo(line)
 
 

@@ -61,6 +61,7 @@ def place(
     model = build(section, config, device=torch.device("meta"), dtype=dtype)
     adapter_shapes = shapes_of_adapter(model.hf)
     everything = _spread(model, section, mesh, dtype, masters=masters)
+    restore_buffers(model.hf)
     saved, padded = _saved(section, everything), padded_parameters(model)
     filling = Filling(model, everything)
     if checkpoint is not None:
@@ -98,6 +99,7 @@ def place_scalar(
     model = build_scalar(section, config, device=torch.device("meta"), dtype=dtype, labels=labels)
     adapter_shapes = shapes_of_adapter(model.hf)
     everything = _spread(model, section, mesh, dtype, masters=masters)
+    restore_buffers(model.hf)
     saved = _saved(section, everything)
     filling = Filling(model, everything)
     if checkpoint is not None:
@@ -119,6 +121,12 @@ def place_scalar(
         filling.from_source([name for name in base if name != _HEAD_WEIGHT], source, padded_rows={})
     filling.finish()
     return model, saved
+
+
+def place_empty(model: PackedModel, section: ModelSection, mesh: Mesh) -> list[TrainedParameter]:
+    """Places a model that is built on the meta device as `place` does, to be trained, but for its values: they stay
+    undefined, those of buffers too."""
+    return _spread(model, section, mesh, compute_dtype(section, mesh.device), masters=True)
 
 
 def _fill_head(head: TensorShard, sources: list[WeightSource], folder: Path, *, can_be_new: bool) -> None:
@@ -144,10 +152,10 @@ def _saved(section: ModelSection, everything: list[TrainedParameter]) -> list[Tr
 def _spread(
     model: PackedModel, section: ModelSection, mesh: Mesh, dtype: torch.dtype, *, masters: bool
 ) -> list[TrainedParameter]:
-    """Compiles and shards, and allocates every parameter. Values are undefined, except for buffers that no checkpoint
-    holds. A single device keeps parameters in their compute dtype, so that forward, backward and generation read them
-    without casting. Sharded parameters with masters are float32 themselves and cast as they are gathered. The frozen
-    base of an adapter has no masters."""
+    """Compiles and shards, and allocates every parameter. Values are undefined. A single device keeps parameters in
+    their compute dtype, so that forward, backward and generation read them without casting. Sharded
+    parameters with masters are float32 themselves and cast as they are gathered. The frozen base of an adapter has no
+    masters."""
     if mesh.context is not None:
         require_context_type(model.hf.config.get_text_config().model_type)
         model.context = mesh.context
@@ -168,7 +176,6 @@ def _spread(
         )
     model.to_empty(device=mesh.device)
     model.hf.tie_weights()
-    restore_buffers(model.hf)
     everything = [
         _held(name, parameter, mesh, model.split, masters=name in with_masters)
         for name, parameter in model.hf.named_parameters()

@@ -25,6 +25,7 @@ from podium.recipe import (
     RewardModelRecipe,
     SpmdRecipe,
 )
+from podium.recipe.policy_mesh import MeshSizes
 from podium.roles.interfaces import MICRO_BATCH, POLICY
 from podium.rollout.native.sizing import Sizes, choose_sizes
 
