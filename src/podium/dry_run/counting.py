@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -54,7 +55,7 @@ class CollectiveCounter(TorchDispatchMode):
     """Notes every collective below it. An operator that it does not know raises an error: none is left out."""
 
     def __init__(self, mesh: Mesh, sizes: MeshSizes) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._axes, self._sizes = axes_of(mesh), sizes
         self._noted: list[Collective] = []
 
@@ -99,7 +100,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 def axes_of(mesh: Mesh) -> dict[str, str]:
     """Names of this rank's process groups -> the axis of each."""
-    axes = {dist.group.WORLD.group_name: ALL_RANKS} if dist.group.WORLD is not None else {}
+    axes: dict[str, str] = {dist.group.WORLD.group_name: ALL_RANKS} if dist.group.WORLD is not None else {}
     if mesh.devices is not None:
         names = mesh.devices.mesh_dim_names or ()
         axes |= {mesh.devices.get_group(name).group_name: name for name in names}
@@ -112,8 +113,7 @@ def axes_of(mesh: Mesh) -> dict[str, str]:
 
 def _group(argument: Any) -> ProcessGroup:
     if isinstance(argument, str):
-        resolve: Callable[[str], ProcessGroup] = dist.distributed_c10d._resolve_process_group
-        return resolve(argument)
+        return _resolve_process_group(cast("Any", argument))
     return argument if isinstance(argument, ProcessGroup) else ProcessGroup.unbox(argument)
 
 

@@ -79,7 +79,8 @@ class DryRun:
             *table([_HEADER, *(_row(each, device) for each in self.collectives)]),
             "",
             f"collectives take {seconds_text(apart_s + hidden_s)} a step by the datasheet's links, "
-            f"{seconds_text(apart_s)} of it where computation waits for them. Untested on hardware.",
+            f"{seconds_text(apart_s)} of it where computation waits for them. Starting them is not "
+            "counted. Untested on hardware.",
             *self._notes(),
             f"counted in {self.seconds:.0f} s. Nothing was computed, and no memory of the model was allocated.",
         ]
@@ -142,8 +143,13 @@ _HEADER = ("collective", "axis", "ranks", "link", "calls", "tensors", "sent by a
 
 
 def _row(each: Collective, device: Device) -> Sequence[str]:
+    seconds = each.seconds(device)
     link = "network" if each.crosses_machines(device) else "machine"
     return (
-        each.kind, each.axis, str(each.ranks), link, f"{each.calls:,}", gib(each.num_bytes), gib(each.sent_bytes),
-        seconds_text(each.seconds(device)),
+        each.kind, each.axis, str(each.ranks), link, f"{each.calls:,}", _size(each.num_bytes), _size(each.sent_bytes),
+        seconds_text(seconds) if seconds >= 1e-6 else "under 1 µs",
     )  # fmt: skip
+
+
+def _size(num_bytes: float) -> str:
+    return gib(num_bytes) if num_bytes >= 1 << 20 else f"{num_bytes:,.0f} bytes"

@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field, Strict
+from pydantic import Discriminator, Field, Strict, Tag
 
 from podium.errors import PlacementError
 from podium.recipe.fields import Count, Section
@@ -87,6 +87,13 @@ class PolicyMeshSection(Section):
         if self.shard == _REST:
             return f"{others} = {self._others} does not divide {_counted(devices)}."
         return f"{others} × shard {self.shard} = {self._others * self.shard}, and there {_counted(devices, verb=True)}."
+
+
+PolicyMesh = Annotated[
+    Annotated[Literal["auto"], Tag("policy=auto")] | Annotated[PolicyMeshSection, Tag("policy=section")],
+    Discriminator(lambda value: "policy=auto" if isinstance(value, str) else "policy=section"),
+]
+"""Axes, or `auto`: the planner chooses them."""
 
 
 def nearest(asked: PolicyMeshSection, devices: int, tensors: frozenset[int] | None = None) -> MeshSizes:

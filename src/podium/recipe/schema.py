@@ -10,7 +10,7 @@ from pydantic import Field, StringConstraints
 from podium.recipe.fields import Count, NonNegative, OneOrMore, PathSection, Place, Real, Section, Switch, Text
 from podium.recipe.generator_mesh import GeneratorMeshSection
 from podium.recipe.plugins import Plugin
-from podium.recipe.policy_mesh import MeshSizes, PolicyMeshSection
+from podium.recipe.policy_mesh import MeshSizes, PolicyMesh
 
 
 class LoraSection(Section):
@@ -209,7 +209,7 @@ class PlacementSection(Section):
     )
     threads: Count | None = Field(None, description="Torch threads per CPU rank; default: chosen by measuring.")
     onednn: Switch | None = Field(None, description="oneDNN on CPU; default: chosen by measuring.")
-    policy: PolicyMeshSection | Literal["auto"] | None = Field(
+    policy: PolicyMesh | None = Field(
         None,
         description="Axes over which the devices that train hold the model; default: all of them shard. auto, with "
         "fixed data: the planner chooses by memory, then by time of collectives and optimizer; the run folder's recipe "

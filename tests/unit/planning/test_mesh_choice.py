@@ -7,9 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from helpers.made_batches import on_policy_recipe
 from helpers.model_shapes import LLAMA_70B, QWEN3_235B, TINY_LLAMA, config_folder, dry_recipe
 from helpers.tiny import save_tiny_folder, write_chats
+from podium.cli import app
+from podium.errors import RecipeError
 from podium.execution import prepare
 from podium.planning import mesh_choice
 from podium.planning.collectives import Collective, seconds_of, step_collectives
@@ -147,3 +151,14 @@ def test_more_shards_than_rows_gather_padding(tmp_path: Path) -> None:
         for ranks in (128, 256)
     )
     assert padded / whole > 1.9
+
+
+def test_a_dry_run_is_of_a_recipe_on_fixed_data_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "sft.yaml"
+    file.write_text(dump_recipe(dry_recipe(config_folder(tmp_path / "m", TINY_LLAMA), 8, None)), encoding="utf-8")
+    refused = CliRunner().invoke(app, ["plan", str(file), "--dry-run", "--devices", "16"])
+    assert refused.exit_code == 2
+    assert "leave out --devices" in " ".join(refused.output.replace("│", " ").split())
+    file.write_text(dump_recipe(on_policy_recipe()), encoding="utf-8")
+    with pytest.raises(RecipeError, match="a dry run is of programs on fixed data, and grpo generates"):
+        CliRunner().invoke(app, ["plan", str(file), "--dry-run"], catch_exceptions=False)

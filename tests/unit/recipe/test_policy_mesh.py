@@ -99,3 +99,23 @@ def test_a_group_without_a_node_is_explained_in_words_of_the_recipe() -> None:
     ]
     plain = no_place(4, "ranks", MeshSizes(shard=4), PlacementError("pool ranks asks for too much."))
     assert str(plain) == "placement.devices: 4 ranks have no place. pool ranks asks for too much."
+
+
+def test_auto_is_a_word_beside_sizes() -> None:
+    assert make_recipe("placement.devices=8", "placement.policy=auto").placement.policy == "auto"  # type: ignore[attr-defined]
+    for wrong, sentence in {
+        "automatic": r"placement\.policy: input should be 'auto', found 'automatic'",
+        "{tensors: 2}": r"placement\.policy\.tensors: unknown key\. Did you mean placement\.policy\.tensor\?",
+        "3": r"placement\.policy: expected keys and values, found 3",
+    }.items():
+        with pytest.raises(RecipeError, match=sentence):
+            make_recipe("placement.devices=8", f"placement.policy={wrong}")
+
+
+@pytest.mark.parametrize(
+    ("policy", "sentence"),
+    [("auto", r"auto is for programs on fixed data"), ("{context: 2}", r"policy\.context: on-policy programs do not")],
+)
+def test_what_learners_cannot_do_is_refused(policy: str, sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        on_policy_recipe("placement.devices=2", f"placement.policy={policy}")
