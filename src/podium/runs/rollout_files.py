@@ -31,6 +31,10 @@ _NAME = re.compile(r"step-([0-9]{8,})\.parquet")
 # Readers of a whole folder leave out names that begin with a dot.
 _TEMPORARY = ".tmp-"
 _PER_TOKEN = ("log_probs", "advantages", "reference_log_probs", "teacher_log_probs", "values", "returns")
+# Columns with few different values have a dictionary. For floats one would be built and thrown away, which takes as
+# long as all the rest. Readers skip files by the statistics of columns with one value per episode.
+_REPEATED = ("source", "ending", "state", "texts.list.element")
+_FILTERED = ("step", "group", "sample", "source", "row", "prompt_tokens", "reward", "ending", "trained", "state")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,7 +116,9 @@ def write_rollouts(folder: Path, columns: RolloutColumns) -> None:
     import pyarrow.parquet as pq
 
     buffer = pa.BufferOutputStream()  # so that faults of the disk are Python's own errors
-    pq.write_table(_table(columns), buffer, compression="zstd")
+    pq.write_table(
+        _table(columns), buffer, compression="zstd", use_dictionary=list(_REPEATED), write_statistics=list(_FILTERED)
+    )
     folder.mkdir(exist_ok=True)
     path = rollout_path(folder, columns.step)
     temporary = path.with_name(f"{_TEMPORARY}{path.name}")
