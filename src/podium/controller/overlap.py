@@ -28,7 +28,7 @@ from podium.controller.scheduling import LearnerIdle, Lend, Recall, StepRequeste
 from podium.controller.state import RunState
 from podium.errors import WorkerDiedError
 from podium.observe.causes import FOR_GENERATION, FOR_GRADING
-from podium.observe.timing import PUBLISHED
+from podium.observe.timing import LENT, PUBLISHED, RECALLED
 from podium.recipe import OnPolicyRecipe
 from podium.roles.episode_stream import Block, EpisodeStream, Left, Lost
 from podium.rollout.engine import InFlight
@@ -227,9 +227,11 @@ class OverlapExecutor:
             self._is_lent = True
             with self._parts.watch.span("lend"):
                 await lent.lend()
+            self._parts.watch.mark(LENT)
 
     async def _recall(self, lent: LentDevices) -> None:
         await lent.recall()
+        self._parts.watch.mark(RECALLED)
         self._is_lent = False
         self._send()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from podium.disk import disk_fault
 from podium.observe.line_files import DiskReports, LineFile
-from podium.observe.timing import NESTED, PUBLISHED, Stopwatch
+from podium.observe.timing import LENT, NESTED, PUBLISHED, RECALLED, Stopwatch
 
 # Bytes of one file. A full one becomes the earlier one, and the earlier one before it is lost.
 _MOST_BYTES = 32 << 20
@@ -198,15 +198,20 @@ def read_timeline(run: Path, *, most_bytes: int | None = None) -> Iterator[Timel
     of the newest files. A line that a full disk or a killed process has cut is left out, and so is a span whose times
     are no numbers, or that ends before it begins: a clock was set back."""
     for found in _lines(run, most_bytes):
-        try:
-            worker = str(found["worker"])
-            spans = [
-                TimelineSpan(worker, str(name), float(begin_s), float(begin_s) + float(length_s), _values(*values))
-                for name, begin_s, length_s, *values in found["spans"]
-            ]
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-            continue
-        yield from (span for span in spans if -math.inf < span.begin_s <= span.end_s < math.inf)
+        yield from spans_in(found)
+
+
+def spans_in(line: Mapping[str, Any]) -> list[TimelineSpan]:
+    """The spans of one line, as `read_timeline` gives them; none of a line of another kind."""
+    try:
+        worker = str(line["worker"])
+        spans = [
+            TimelineSpan(worker, str(name), float(begin_s), float(begin_s) + float(length_s), _values(*values))
+            for name, begin_s, length_s, *values in line["spans"]
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+        return []
+    return [span for span in spans if -math.inf < span.begin_s <= span.end_s < math.inf]
 
 
 def read_slowest(run: Path, *, most_bytes: int | None = None) -> Iterator[SlowEpisode]:
@@ -240,6 +245,11 @@ def engine_steps(spans: Iterable[TimelineSpan]) -> Iterator[EngineSteps]:
             )  # fmt: skip
 
 
+def is_mark(span: TimelineSpan) -> bool:
+    """Whether a span marks a moment: weights were published, devices lent or recalled."""
+    return span.name in (LENT, RECALLED) or published_version(span) is not None
+
+
 def published_version(span: TimelineSpan) -> int | None:
     """The number of the version whose publish a span marks; None: it is another span."""
     number = span.name.removeprefix(PUBLISHED)
@@ -252,9 +262,13 @@ def _values(values: Mapping[str, float] | None = None) -> dict[str, float] | Non
     return {name: value for name, each in values.items() if math.isfinite(value := float(each))}
 
 
+def timeline_files(run: Path) -> list[Path]:
+    """The files that the processes of a run append to, without full ones. The first may not be there yet."""
+    return [timeline_file(run), *sorted(path for path in run.glob("timeline-*.jsonl") if path.suffixes == [".jsonl"])]
+
+
 def _lines(run: Path, most_bytes: int | None) -> Iterator[Mapping[str, Any]]:
-    newer = [timeline_file(run), *sorted(path for path in run.glob("timeline-*.jsonl") if path.suffixes == [".jsonl"])]
-    for path in newer:
+    for path in timeline_files(run):
         for file in (earlier_file(path), path) if most_bytes is None else (path,):
             if file.is_file():
                 yield from _lines_of(file, file.stat().st_size if most_bytes is None else most_bytes)

@@ -16,6 +16,8 @@ LAUNCH = "launch"
 """The first span of a stopwatch, without length: a process of the run begins."""
 PUBLISHED = "published version "
 """With its number, a mark: a span without length, at the moment from which generators can have these weights."""
+LENT, RECALLED = "devices lent", "devices recalled"
+"""Marks: the learner's devices generate from now on; they learn again."""
 # Spans that nobody takes; the oldest are lost first.
 _MOST_SPANS = 100_000
 # The time of day when the monotonic clock was 0.

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from podium.observe.causes import FOR_RANKS, Cause, is_idle
-from podium.observe.timeline import CONTROLLER, TimelineSpan, TimelineWorker, published_version, rank_name
+from podium.observe.timeline import CONTROLLER, TimelineSpan, TimelineWorker, is_mark, rank_name
 from podium.observe.timing import LAUNCH, NESTED
 from podium.runs.waits import Moment, computing_cause, duties_of, moments, phase_cause, waiting_cause, waits
 
 # The processes whose launch is that of the run.
 _FIRST = (CONTROLLER, rank_name(0))
-# The span in which a rank computes a step.
-_STEP = "compute"
+STEP_OF_RANK = "compute"
+"""The span in which a rank computes a step."""
 # The causes of a worker may differ from its time by this share: times in a timeline are rounded.
 _ROUNDING = 0.005
 
@@ -89,6 +89,14 @@ def caused_segments(spans: Sequence[TimelineSpan]) -> dict[str, list[CausedSegme
     return found
 
 
+def last_launch(spans: Sequence[TimelineSpan]) -> Sequence[TimelineSpan]:
+    """The spans since the run was launched for the last time."""
+    found: Sequence[TimelineSpan] = ()
+    for launch in _launches(spans) if spans else ():
+        found = launch.spans
+    return found
+
+
 def idle_segments(spans: Sequence[TimelineSpan]) -> list[CausedSegment]:
     """When each worker was idle, and why, one worker after the other. Neighbours with the same cause are one."""
     found: list[CausedSegment] = []
@@ -153,10 +161,10 @@ def _begins(launches: Sequence[TimelineSpan]) -> list[float]:
 def _segments_of(launch: _Launch) -> Iterator[CausedSegment]:
     by_worker: dict[str, list[TimelineSpan]] = {}
     for span in launch.spans:
-        if span.name != LAUNCH and published_version(span) is None:
+        if span.name != LAUNCH and not is_mark(span):
             by_worker.setdefault(span.worker, []).append(span)
     _add_rank_waits(by_worker)
-    last = _last_incarnations(by_worker)
+    last = last_incarnations(by_worker)
     lives: dict[str, list[Segment]] = {}
     for worker, mine in by_worker.items():
         begin = launch.begin_s if TimelineWorker.of(worker).incarnation == 0 else min(span.begin_s for span in mine)
@@ -188,22 +196,34 @@ def _segments_of(launch: _Launch) -> Iterator[CausedSegment]:
 
 def _add_rank_waits(by_worker: dict[str, list[TimelineSpan]]) -> None:
     """Ranks of an SPMD program compute each step together: none gets further than its first collective before the last
-    one is there. Steps are counted from the end, because a file may have lost its oldest spans."""
-    steps = {
-        worker: sorted((span for span in spans if span.name == _STEP), key=lambda span: -span.begin_s)
+    one is there."""
+    steps = [
+        sorted((span for span in spans if span.name == STEP_OF_RANK), key=lambda span: span.begin_s)
         for worker, spans in by_worker.items()
         if TimelineWorker.of(worker).kind == "ranks"
-    }
+    ]
     if len(steps) < 2:
         return
-    for together in zip(*steps.values(), strict=False):
+    for together in _same_steps(steps):
         last_s = max(span.begin_s for span in together)
-        if last_s >= min(span.end_s for span in together):
-            continue  # they are not of the same step
         for span in together:
             if span.begin_s < last_s:
-                name = f"{_STEP}{NESTED}{FOR_RANKS}"
+                name = f"{STEP_OF_RANK}{NESTED}{FOR_RANKS}"
                 by_worker[span.worker].append(TimelineSpan(span.worker, name, span.begin_s, last_s))
+
+
+def _same_steps(steps: Sequence[Sequence[TimelineSpan]]) -> Iterator[list[TimelineSpan]]:
+    """The spans of all ranks in one step, which end at nearly the same time. A file may have lost its oldest spans, or
+    not have its newest ones yet."""
+    at = [0] * len(steps)
+    while all(number < len(mine) for number, mine in zip(at, steps, strict=True)):
+        together = [mine[number] for number, mine in zip(at, steps, strict=True)]
+        common_s = min(span.end_s for span in together) - max(span.begin_s for span in together)
+        if 2 * common_s > min(span.end_s - span.begin_s for span in together):
+            yield together
+            at = [number + 1 for number in at]
+        else:
+            at[min(range(len(at)), key=lambda rank: together[rank].end_s)] += 1
 
 
 def _phases(all_moments: Sequence[Moment]) -> list[Moment]:
@@ -244,7 +264,7 @@ class _Cuts:
             begin = end
 
 
-def _last_incarnations(workers: Iterable[str]) -> set[str]:
+def last_incarnations(workers: Iterable[str]) -> set[str]:
     """Workers that nobody has replaced."""
     newest: dict[tuple[str, int], tuple[int, str]] = {}
     for worker in workers:

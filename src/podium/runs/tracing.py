@@ -2,8 +2,8 @@
 """The timeline of a run as a file that ui.perfetto.dev and chrome://tracing open. Torch-free.
 
 The format is Chrome's trace event format: a process for every pool of workers, a thread for every worker (several,
-if it did several things at a time), complete events for spans and recoveries, instant events for publishes and changes
-of membership, and counters for metrics."""
+if it did several things at a time), complete events for spans and recoveries, instant events for publishes, lending
+and changes of membership, and counters for metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from podium.errors import RunFolderError
 from podium.observe import read_metrics
-from podium.observe.timeline import TimelineSpan, TimelineWorker, published_version, read_timeline
+from podium.observe.timeline import TimelineSpan, TimelineWorker, is_mark, published_version, read_timeline
 from podium.observe.timing import NESTED
 from podium.runs.events import membership_changes, recoveries
 from podium.runs.folder import RunFolder, is_pipeline_folder
@@ -53,9 +53,9 @@ def write_trace(run: Path, file: Path) -> TraceSummary:
     with _opened(file) as out:
         out.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         for prefix, each, some in timelines:
-            lasting = [span for span in some if published_version(span) is None]
+            lasting = [span for span in some if not is_mark(span)]
             events = (
-                *_spans(lasting, prefix, tracks, begin_s), *_publishes(some, prefix, tracks, begin_s),
+                *_spans(lasting, prefix, tracks, begin_s), *_marks(some, prefix, tracks, begin_s),
                 *_events(each, prefix, tracks, begin_s),
             )  # fmt: skip
             for event in events:
@@ -137,16 +137,15 @@ def _holds(outer: TimelineSpan, span: TimelineSpan) -> bool:
     return outer.begin_s <= span.begin_s and span.end_s <= outer.end_s + _ROUNDING_S
 
 
-def _publishes(spans: Sequence[TimelineSpan], prefix: str, tracks: _Tracks, begin_s: float) -> Iterator[Event]:
-    """The moments at which versions of the weights were published."""
+def _marks(spans: Sequence[TimelineSpan], prefix: str, tracks: _Tracks, begin_s: float) -> Iterator[Event]:
+    """The moments at which versions of the weights were published, and devices lent or recalled."""
     place = tracks.place(prefix + _RUN, "events")
-    for span in spans:
+    for span in filter(is_mark, spans):
         version = published_version(span)
-        if version is not None:
-            yield {
-                "ph": "i", "s": "g", "name": span.name, "cat": "publish", **place, "ts": _us(span.begin_s - begin_s),
-                "args": {"version": version},
-            }  # fmt: skip
+        yield {
+            "ph": "i", "s": "g", "name": span.name, "cat": "lending" if version is None else "publish", **place,
+            "ts": _us(span.begin_s - begin_s), "args": {} if version is None else {"version": version},
+        }  # fmt: skip
 
 
 def _events(run: Path, prefix: str, tracks: _Tracks, begin_s: float) -> Iterator[Event]:
