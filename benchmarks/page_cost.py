@@ -135,8 +135,12 @@ def opened(address: str, tab: str) -> Iterator[None]:
                 stream.readline()
 
     def ask(path: str, every_s: float) -> None:
+        known = ""
         while not ended.is_set():
-            urllib.request.urlopen(base + path, timeout=120).read()
+            answer = urllib.request.urlopen(base + path + known, timeout=120).read()
+            if path.startswith("/timeline"):  # from now on only what is new
+                view = json.loads(answer)
+                known = f"&from_s={view['begin_s']}&after={view['version']}&point_s={view['point_s']}"
             ended.wait(every_s)
 
     threads = [threading.Thread(target=listen, daemon=True)]

@@ -29,14 +29,17 @@ from podium.ui.rollout_blocks import (
     read_rows,
     remove_block,
     source_names,
+    version_of,
 )  # fmt: skip
 from podium.ui.rollout_columns import EpisodeColumns, RolloutFilter
-from podium.ui.rollout_reading import FOLDER, num_rows, stamp_of, step_files, summary_table
+from podium.ui.rollout_reading import FOLDER, StepFiles, num_rows, stamp_of, summary_table
 
 _ENDING_S = 5.0
 # Between looks into the folder, at least and as many times as the look took, and how long nobody must have asked until
 # the thread ends.
 _LOOK_S, _LOOK_TIMES, _UNUSED_S = 2.0, 20.0, 60.0
+# Files whose names and inodes are known are compared again after so many times what comparing all of them took.
+_COMPARE_TIMES = 500.0
 # So many new files are read in this process, more of them in one of their own, which is started again after a time.
 _FEW_FILES, _LONGEST_PART_S = 10, 500.0
 # Files are committed together until so many seconds have passed: the page sees them then.
@@ -58,16 +61,17 @@ class FoundRows:
 class RolloutIndex:
     """The index of one run. Used by several threads; `close` ends its own."""
 
-    def __init__(self, run: Path, cache: Path | None, apart: Apart) -> None:
+    def __init__(self, run: Path, cache: Path | None, apart: Apart, files: StepFiles | None = None) -> None:
         """`cache`: a folder for the file, which is made if need be; None: a temporary one."""
         self._run, self._apart = run, apart
+        self._folder = _IndexedFolder(files or StepFiles(run))
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._file = self._place(cache)
         self._lock, self._columns_lock = threading.Lock(), threading.Lock()
         self._columns = EpisodeColumns()
         self._thread: threading.Thread | None = None
-        self._closing, self._looked = threading.Event(), threading.Event()
-        self._asked_s = 0.0
+        self._closing, self._looked, self._asked = threading.Event(), threading.Event(), threading.Event()
+        self._is_idle = False  # the thread waits until somebody asks
         self._expected = 0  # rows of files that are not in the index yet
 
     def _place(self, cache: Path | None) -> Path:
@@ -83,11 +87,15 @@ class RolloutIndex:
         raise PageError(500, f"no index of {self._run / FOLDER} can be written, not even in a temporary folder.")
 
     def wake(self, *, wait_s: float = 0.0) -> None:
-        """Starts the thread if it is not there, and waits at most so long until it has looked at everything once."""
+        """Lets the thread look into the folder, and waits at most so long until it has. One that has just looked does
+        so again a little later, and nobody waits for that."""
         with self._lock:
-            self._asked_s = time.monotonic()
-            if self._thread is None or not self._thread.is_alive():
+            is_new = self._thread is None or not self._thread.is_alive()
+            if is_new or self._is_idle:
                 self._looked.clear()
+                self._is_idle = False
+            self._asked.set()
+            if is_new:
                 self._thread = threading.Thread(target=self._follow, name="podium-ui-index", daemon=True)
                 self._thread.start()
         self._looked.wait(wait_s)
@@ -95,6 +103,7 @@ class RolloutIndex:
     def close(self) -> None:
         """Ends the thread after the files that it reads now."""
         self._closing.set()
+        self._asked.set()
         if self._thread is not None:
             self._thread.join(timeout=_ENDING_S)
         if self._temporary is not None:
@@ -103,6 +112,7 @@ class RolloutIndex:
     def discard(self) -> None:
         """Ends the thread without waiting for it, and removes the file."""
         self._closing.set()
+        self._asked.set()
         for name in ("", "-wal", "-shm"):
             with contextlib.suppress(OSError):
                 self._file.with_name(self._file.name + name).unlink()
@@ -116,15 +126,15 @@ class RolloutIndex:
         return {"done": done, "of": max(done, self._expected)}
 
     def _follow(self) -> None:
-        """Takes in new files until nobody has asked for a minute, or `close`."""
-        while not self._closing.is_set() and time.monotonic() - self._asked_s < _UNUSED_S:
+        """Takes in new files whenever somebody asks, until nobody has for a minute, or `close`."""
+        while self._is_asked():
             begin_s, look_s = time.monotonic(), 0.0
             with contextlib.suppress(sqlite3.Error, OSError):  # a full disk, another process: tried again
                 with opened(self._file) as connection:
-                    changes = _changes(connection, self._run)
+                    changes = self._folder.changes(connection)
                     self._expected = changes.num_kept + _estimated_rows([path for _, path, _ in changes.new])
                     if len(changes.new) <= _FEW_FILES:
-                        _take_in(connection, changes)
+                        self._folder.take_in(connection, changes)
                         look_s = time.monotonic() - begin_s
                 if len(changes.new) > _FEW_FILES:
                     self._apart.call(update_index, self._run, self._file, most_s=_LONGEST_PART_S)
@@ -132,6 +142,19 @@ class RolloutIndex:
             self._closing.wait(max(_LOOK_S, _LOOK_TIMES * look_s))
         with self._columns_lock:
             self._columns.forget()
+
+    def _is_asked(self) -> bool:
+        """Waits until somebody asks."""
+        with self._lock:
+            self._is_idle = not self._asked.is_set()
+        is_asked = self._asked.wait(_UNUSED_S)
+        with self._lock:
+            is_asked |= self._asked.is_set()
+            self._asked.clear()
+            self._is_idle = False
+            if not is_asked:
+                self._thread = None
+        return is_asked and not self._closing.is_set()
 
     def page(self, wanted: RolloutFilter, *, page: int, size: int, most_s: float) -> FoundRows:
         """One page of what is indexed so far. A search that takes longer than a time ends with what it found. Raises an
@@ -176,16 +199,51 @@ class _Changes:
     num_kept: int  # rows of all others
 
 
-def _changes(connection: sqlite3.Connection, run: Path) -> _Changes:
-    known = {each.step: each for each in blocks_of(connection)}
-    files = step_files(run)
-    stamps = {step: stamp for step, path in files.items() if (stamp := stamp_of(path)) is not None}
-    new = [
-        (step, files[step], stamp) for step, stamp in stamps.items() if step not in known or known[step].stamp != stamp
-    ]
-    replaced = {step for step, _, _ in new}
-    kept = [each.rows for step, each in known.items() if step in stamps and step not in replaced]
-    return _Changes(new=new, gone=sorted(known.keys() - stamps.keys()), num_kept=sum(kept))
+class _IndexedFolder:
+    """The files of a run beside what the index has of them. What did not change since the last look costs nothing."""
+
+    def __init__(self, files: StepFiles) -> None:
+        self._files = files
+        self._version: tuple[int, int] | None = None
+        self._rows: dict[int, tuple[str, int]] = {}  # by step, of the index: stamp, rows
+        self._stamps: dict[int, tuple[int, str]] = {}  # by step, of the files: inode, stamp
+        self._compare_s = 0.0
+
+    def changes(self, connection: sqlite3.Connection) -> _Changes:
+        """Of the folder since it was indexed."""
+        version = version_of(connection)
+        if version != self._version:
+            self._rows = {each.step: (each.stamp, each.rows) for each in blocks_of(connection)}
+            self._version = version
+        files, began_s = self._files.look(), time.monotonic()
+        known = self._stamps if began_s < self._compare_s else {}
+        self._stamps = {}
+        for step, path in files.items():
+            inode = self._files.inode(path)
+            before = known.get(step)
+            if before is not None and before[0] == inode:
+                self._stamps[step] = before
+            elif (stamp := stamp_of(path)) is not None:
+                self._stamps[step] = inode, stamp
+        ended_s = time.monotonic()
+        if not known:
+            self._compare_s = ended_s + _COMPARE_TIMES * (ended_s - began_s)
+        new = [
+            (step, files[step], stamp)
+            for step, (_, stamp) in self._stamps.items()
+            if step not in self._rows or self._rows[step][0] != stamp
+        ]
+        replaced = {step for step, _, _ in new}
+        kept = sum(rows for step, (_, rows) in self._rows.items() if step in self._stamps and step not in replaced)
+        return _Changes(new=new, gone=sorted(self._rows.keys() - self._stamps.keys()), num_kept=kept)
+
+    def take_in(self, connection: sqlite3.Connection, changes: _Changes) -> None:
+        """As `_take_in`, and remembers what the index has then."""
+        rows = _take_in(connection, changes)
+        for step in changes.gone:
+            self._rows.pop(step, None)
+        self._rows |= {step: (stamp, rows[step]) for step, _, stamp in changes.new}
+        self._version = version_of(connection)
 
 
 def _estimated_rows(files: Sequence[Path]) -> int:
@@ -197,11 +255,12 @@ def _estimated_rows(files: Sequence[Path]) -> int:
 def update_index(run: Path, file: Path) -> None:
     """Takes in all files that are new or were replaced."""
     with opened(file) as connection:
-        _take_in(connection, _changes(connection, run))
+        _take_in(connection, _IndexedFolder(StepFiles(run)).changes(connection))
 
 
-def _take_in(connection: sqlite3.Connection, changes: _Changes) -> None:
-    """The newest files first, many in one transaction."""
+def _take_in(connection: sqlite3.Connection, changes: _Changes) -> dict[int, int]:
+    """The newest files first, many in one transaction. Returns the rows of each step."""
+    rows: dict[int, int] = {}
     for step in changes.gone:
         remove_block(connection, step)
     connection.commit()
@@ -212,7 +271,9 @@ def _take_in(connection: sqlite3.Connection, changes: _Changes) -> None:
         except PageError:  # its own page says what is wrong with it
             table = None
         add_block(connection, step, stamp, table)
+        rows[step] = 0 if table is None else table.num_rows
         if time.monotonic() - began_s >= _COMMIT_S:
             connection.commit()
             began_s = time.monotonic()
     connection.commit()
+    return rows

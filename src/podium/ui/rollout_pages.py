@@ -14,7 +14,7 @@ from podium.ui.apart import Apart
 from podium.ui.rollout_columns import SORTS, RolloutFilter
 from podium.ui.rollout_groups import read_group
 from podium.ui.rollout_index import RolloutIndex
-from podium.ui.rollout_reading import FOLDER, step_files, summary_rows, texts_of
+from podium.ui.rollout_reading import FOLDER, StepFiles, summary_rows, texts_of
 
 _SIZE, _MOST_SIZE, _MOST_PAGES = 50, 500, 1_000_000
 # Characters of a search, and the number of an episode or token.
@@ -31,11 +31,12 @@ class RunRollouts:
         self._run, self._cache, self._apart = run, cache, apart
         self._lock = threading.Lock()
         self._index: RolloutIndex | None = None
+        self._files = StepFiles(run)
 
     @property
     def are_there(self) -> bool:
         """Whether the run has any."""
-        return bool(step_files(self._run))
+        return bool(self._files.look())
 
     def close(self) -> None:
         """Ends the thread that builds the index."""
@@ -44,7 +45,7 @@ class RunRollouts:
 
     def page(self, query: Query) -> Json:
         """One page of rows, with the first and last step, and how far the index is."""
-        files = step_files(self._run)
+        files = self._files.look()
         sort = query.text("sort", "step")
         if sort not in SORTS:
             raise PageError(400, f"sort={sort!r} in the address is none of {', '.join(SORTS)}.")
@@ -62,7 +63,7 @@ class RunRollouts:
             first_step=query.optional_whole("from"),
             last_step=query.optional_whole("to"),
         )
-        common = {"page": number, "size": size, "steps": [min(files), max(files)] if files else []}
+        common = {"page": number, "size": size, "steps": [next(iter(files)), next(reversed(files))] if files else []}
         if step is not None:
             return common | self._of_step(files, step, wanted, number, size)
         if not files:
@@ -81,7 +82,7 @@ class RunRollouts:
     def _of_index(self, wanted: RolloutFilter, number: int, size: int) -> Json:
         with self._lock:
             if self._index is None:
-                self._index = RolloutIndex(self._run, self._cache, self._apart)
+                self._index = RolloutIndex(self._run, self._cache, self._apart, self._files)
             index = self._index
         index.wake(wait_s=_WAIT_S)
         found = index.page(wanted, page=number, size=size, most_s=_SEARCH_S)
@@ -127,7 +128,7 @@ class RunRollouts:
     def group(self, step: int, group: int, query: Query) -> Json:
         """The episodes of one group, or one of them; of long ones a part."""
         return read_group(
-            self._file(step_files(self._run), step),
+            self._file(self._files.look(), step),
             group,
             sample=query.optional_whole("sample"),
             first_episode=query.whole("episode", 0, least=0, most=_MOST_NUMBER),

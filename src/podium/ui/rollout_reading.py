@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,8 @@ PREVIEW = 120
 _BATCH = 512
 # How messages begin in the files of a run, and what only those of others have.
 _ANSWER, _QUESTION, _OTHER_ORDER = '{"role": "assistant"', '{"role": "user"', ', "role": "'
+# Times of files are counted in steps of this length: what changed within one cannot be told apart.
+_TICK_S = 0.1
 _DECODER = json.JSONDecoder()
 Json = dict[str, Any]
 
@@ -41,6 +45,57 @@ def step_files(run: Path) -> dict[int, Path]:
     except OSError:
         return {}
     return dict(sorted(found.items()))
+
+
+class StepFiles:
+    """The files of one run, looked at again and again. A folder that has not changed is not listed again, and a file
+    that is known by name and inode is not opened or asked for anything. Used by several threads."""
+
+    def __init__(self, run: Path) -> None:
+        self._folder = run / FOLDER
+        self._lock = threading.Lock()
+        self._changed: tuple[int, float] | None = None  # of the folder, and since when this is known
+        self._listed_s = 0.0
+        self._known: dict[str, tuple[int, int]] = {}  # name -> inode, step
+        self._files: dict[int, Path] = {}
+
+    def look(self) -> Mapping[int, Path]:
+        """As `step_files`."""
+        with self._lock:
+            try:
+                changed = self._folder.stat().st_mtime_ns
+            except OSError:
+                self._changed, self._known, self._files = None, {}, {}
+                return self._files
+            if self._changed is None or self._changed[0] != changed:
+                self._changed = changed, time.monotonic()
+            elif self._listed_s - self._changed[1] > _TICK_S:
+                return self._files
+            self._listed_s = time.monotonic()
+            self._list()
+            return self._files
+
+    def inode(self, path: Path) -> int:
+        """Of a file of the last look; 0: it has none."""
+        return self._known.get(path.name, (0, 0))[0]
+
+    def _list(self) -> None:
+        found: dict[str, tuple[int, int]] = {}
+        try:
+            with os.scandir(self._folder) as entries:
+                for each in entries:
+                    known, inode = self._known.get(each.name), each.inode()
+                    if known is not None and known[0] == inode:
+                        found[each.name] = known
+                    elif (name := _NAME.fullmatch(each.name)) is not None and each.is_file(follow_symlinks=False):
+                        found[each.name] = inode, int(name[1])
+        except OSError:
+            found = {}
+        if found != self._known:
+            paths = {path.name: path for path in self._files.values()}
+            self._known = found
+            ordered = sorted((step, name) for name, (_, step) in found.items())
+            self._files = {step: paths.get(name) or self._folder / name for step, name in ordered}
 
 
 def stamp_of(path: Path) -> str | None:

@@ -178,7 +178,10 @@ class Site:
 
     def _timeline(self, run_id: str, query: Query) -> Json:
         points = query.whole("points", _POINTS, least=10, most=_MOST_POINTS)
-        return self.data(run_id).timeline.view(query.number("from_s"), query.number("to_s"), points)
+        return self.data(run_id).timeline.view(
+            query.number("from_s"), query.number("to_s"), points, after=query.text("after"),
+            point_s=query.number("point_s"),
+        )  # fmt: skip
 
     def _accounting(self, run_id: str, query: Query) -> Json:
         return self.data(run_id).timeline.accounting()

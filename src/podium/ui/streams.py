@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from podium.errors import PodiumError
@@ -15,6 +17,8 @@ from podium.ui.site import Site
 
 _LOOK_S = 0.5
 _HEARTBEAT_S = 10.0
+# Whether a process still holds the folder does not show in its files: that is asked after so many seconds.
+_STATUS_S = 5.0
 # Lines of one look; a browser that was asleep gets the newest, and asks for the curves again.
 _MOST_LINES = 200
 HEARTBEAT = ": still here\n\n"
@@ -24,15 +28,20 @@ def run_events(site: Site, run_id: str, stop: threading.Event, *, look_s: float 
     """Texts to send until `stop`: the status first, then an event for every new line of metrics and for every change of
     the status. A comment every ten seconds finds out whether anybody listens. `reset` says that the metrics were
     written anew, by a resumed run for instance."""
-    metrics = site.data(run_id).metrics
+    data = site.data(run_id)
+    metrics = data.metrics
     line = metrics.refresh()
     status: dict[str, Any] = {}
-    spoke_s = time.monotonic()
+    stamp: object = None
+    asked_s = spoke_s = time.monotonic()
     yield "retry: 2000\n\n"
     while True:
-        for event in _news(site, run_id, status):
-            spoke_s = time.monotonic()
-            yield event
+        before, stamp = stamp, _stamp(data.path)
+        if stamp != before or time.monotonic() - asked_s >= _STATUS_S:
+            asked_s = time.monotonic()
+            for event in _news(site, run_id, status):
+                spoke_s = time.monotonic()
+                yield event
         count = metrics.refresh()
         if count < line:
             line = count
@@ -51,6 +60,18 @@ def run_events(site: Site, run_id: str, stop: threading.Event, *, look_s: float 
             yield HEARTBEAT
         if stop.wait(look_s):
             return
+
+
+def _stamp(run: Path) -> tuple[tuple[int, int, int] | None, ...]:
+    """Changes with the state of a run, and when its folder is gone."""
+    found: list[tuple[int, int, int] | None] = []
+    for name in ("run.json", "recipe.yaml"):
+        try:
+            stat = os.stat(run / name)
+            found.append((stat.st_ino, stat.st_mtime_ns, stat.st_size))
+        except OSError:
+            found.append(None)
+    return tuple(found)
 
 
 def _news(site: Site, run_id: str, known: dict[str, Any]) -> Iterator[str]:

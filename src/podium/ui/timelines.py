@@ -1,211 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline of a run for the page: what every worker did when, and while it was idle, what the controller did. Fine
-parts are merged, so that an answer has a bounded size; the seconds of every cause stay what they are."""
+"""The timeline of a run for the page: what every worker did when, and while it was idle, what the controller did. While
+a run goes on only what is new is read, accounted and sent."""
 
 from __future__ import annotations
 
+import math
+import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from podium.observe.timeline import TimelineWorker, earlier_file, read_timeline, timeline_file
+from podium.observe.timeline import TimelineWorker, read_timeline
+from podium.observe.timeline_growth import TimelineGrowth
 from podium.runs.accounting import CausedSegment, caused_segments
+from podium.runs.growing_accounts import GrowingAccounts
 from podium.ui.apart import Apart
-from podium.ui.summaries import event_marks
+from podium.ui.timeline_marks import SpanMark, TimelineMarks, span_marks
+from podium.ui.worker_segments import STRETCH, WorkerSegments
 
 # Of every file, what is read before the first answer. It is enough for most runs.
 _NEWEST_BYTES = 1 << 20
 # Reading all files, which have at most 64 MiB each.
 _MOST_READ_S, _ENDING_S = 120.0, 10.0
-# Fine parts are merged into stretches of so many points, each with its largest causes.
-_STRETCH, _MOST_CAUSES = 8, 5
-# Reading again takes at most this share of the time.
-_BUSY_SHARE = 0.2
+# Reading the newest part, or all, again takes at most this share of the time.
+_BUSY_SHARE, _WHOLE_SHARE = 0.02, 0.003
 _MOST_WORKERS = 256
 # Spans of one answer, about.
 _MOST_SPANS = 400_000
-_OTHER = "other"
+# What changed when is known of so many reads: a page that has an older version gets the whole again.
+_MOST_CHANGES = 100
+# Marks that are nearer to each other than so many points are one. Answers with only what is new begin at such a border.
+_MARK_POINTS = 2 * STRETCH
 Json = dict[str, Any]
-Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WorkerSegments:
-    """All that one worker did, as columns: no gaps within a launch of the run."""
+@dataclass(slots=True)
+class _Changes:
+    """From which moment on the timeline changed, by version. Another instance has other versions."""
 
-    worker: str
-    begin_s: Floats
-    end_s: Floats
-    cause: NDArray[np.int64]  # its place in `causes`
-    causes: Sequence[tuple[str, bool]]  # name, and whether it is idle time
-    span: NDArray[np.int64]  # its place in `names`
-    names: Sequence[str]  # of spans; empty: the worker was in none
+    nonce: str = field(default_factory=lambda: secrets.token_hex(4))
+    number: int = 0
+    since_s: dict[int, float] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, worker: str, segments: Iterable[CausedSegment]) -> WorkerSegments:
-        """From segments in the order of time."""
-        causes: dict[tuple[str, bool], int] = {}
-        names: dict[str, int] = {}
-        rows = [
-            (
-                each.begin_s, each.end_s, causes.setdefault((each.cause, each.is_idle), len(causes)),
-                names.setdefault(each.name or "", len(names)),
-            )
-            for each in segments
-        ]  # fmt: skip
-        columns = np.array(rows, dtype=np.float64).reshape(-1, 4)
-        return cls(
-            worker=worker, begin_s=columns[:, 0], end_s=columns[:, 1], cause=columns[:, 2].astype(np.int64),
-            causes=list(causes), span=columns[:, 3].astype(np.int64), names=list(names),
-        )  # fmt: skip
+    @property
+    def version(self) -> str:
+        return f"{self.nonce}-{self.number}"
 
-    def before(self, moment_s: float) -> WorkerSegments:
-        """What it did until a moment."""
-        last = int(np.searchsorted(self.begin_s, moment_s, "left"))
-        return replace(
-            self,
-            begin_s=self.begin_s[:last],
-            end_s=np.minimum(self.end_s[:last], moment_s),
-            cause=self.cause[:last],
-            span=self.span[:last],
-        )
+    def note(self, since_s: float) -> None:
+        if since_s < math.inf:
+            self.number += 1
+            self.since_s[self.number] = since_s
+            self.since_s.pop(self.number - _MOST_CHANGES, None)
 
-    def followed_by(self, later: WorkerSegments) -> WorkerSegments:
-        """Both, one after the other."""
-        causes = list(dict.fromkeys((*self.causes, *later.causes)))
-        places = np.array([causes.index(each) for each in later.causes], dtype=np.int64)
-        names = list(dict.fromkeys((*self.names, *later.names)))
-        name_places = np.array([names.index(each) for each in later.names], dtype=np.int64)
-        return replace(
-            self, begin_s=np.concatenate((self.begin_s, later.begin_s)),
-            end_s=np.concatenate((self.end_s, later.end_s)),
-            cause=np.concatenate((self.cause, places[later.cause])), causes=causes,
-            span=np.concatenate((self.span, name_places[later.span])), names=names,
-        )  # fmt: skip
-
-    def spans(self, begin_s: float, end_s: float, points: int) -> list[Json]:
-        """What it did in an interval. Parts that are shorter than a point are merged with their neighbours into
-        stretches, in which each cause has its share; those are marked as merged."""
-        first, last = np.searchsorted(self.end_s, begin_s, "right"), np.searchsorted(self.begin_s, end_s, "left")
-        begins = np.clip(self.begin_s[first:last], begin_s, end_s)
-        ends, causes = np.clip(self.end_s[first:last], begin_s, end_s), self.cause[first:last]
-        is_kept = ends > begins
-        begins, ends, causes, spans = begins[is_kept], ends[is_kept], causes[is_kept], self.span[first:last][is_kept]
-        if not len(begins):
-            return []
-        point_s = (end_s - begin_s) / points
-        is_long = (ends - begins >= point_s) | (len(begins) <= points)
-        stretch = ((begins - begin_s) / (_STRETCH * point_s)).astype(np.int64)
-        is_gap = np.append(True, begins[1:] > ends[:-1] + point_s)  # between two launches of the run
-        is_new = is_long | np.append(True, is_long[:-1]) | np.append(True, stretch[1:] != stretch[:-1]) | is_gap
-        starts = np.flatnonzero(is_new)
-        stops = np.append(starts[1:], len(begins))
-        found: list[Json] = []
-        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-            if stop == start + 1:
-                name, is_idle = self.causes[causes[start]]
-                _append(found, name, is_idle, float(begins[start]), float(ends[start]), is_merged=False)
-                if self.names[spans[start]]:
-                    found[-1]["span"] = self.names[spans[start]]
-            else:
-                self._merge(found, begins[start:stop], ends[start:stop], causes[start:stop])
-        return found
-
-    def _merge(self, found: list[Json], begins: Floats, ends: Floats, causes: NDArray[np.int64]) -> None:
-        seconds = np.bincount(causes, weights=ends - begins, minlength=len(self.causes))
-        order = np.argsort(-seconds, kind="stable")
-        shown = [at for at in order[:_MOST_CAUSES].tolist() if seconds[at] > 0]
-        rest = float(seconds.sum() - seconds[shown].sum())
-        at_s = float(begins[0])
-        for place in sorted(shown):  # in one order everywhere, so that bands line up
-            name, is_idle = self.causes[place]
-            length = float(seconds[place])
-            _append(found, name, is_idle, at_s, at_s + length, is_merged=True)
-            at_s += length
-        if rest > 1e-9:
-            _append(found, _OTHER, False, at_s, at_s + rest, is_merged=True)
+    def after(self, version: str) -> float | None:
+        """From which moment on something changed since a version; None: that is not known."""
+        nonce, _, number = version.partition("-")
+        if nonce != self.nonce or not number.isascii() or not number.isdigit():
+            return None
+        missing = range(int(number) + 1, self.number + 1)
+        if len(missing) > len(self.since_s):
+            return None
+        return min((self.since_s[each] for each in missing), default=math.inf)
 
 
-def _append(found: list[Json], name: str, is_idle: bool, begin_s: float, end_s: float, *, is_merged: bool) -> None:
-    found.append({"name": name, "begin_s": round(begin_s, 6), "end_s": round(end_s, 6), "idle": is_idle})
-    if is_merged:
-        found[-1]["merged"] = True
+@dataclass(slots=True)
+class _Pace:
+    """How often something that takes long is done again."""
 
+    share: float
+    next_s: float = 0.0
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Read:
-    """What was read of the files. `is_whole`: they have no more than that."""
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self.next_s
 
-    stamp: object = None
-    workers: Sequence[WorkerSegments] = ()
-    is_whole: bool = True
-    read_s: float = 0.0  # how long it took
-    at_s: float = 0.0  # when
+    def done(self, began_s: float) -> None:
+        ended_s = time.monotonic()
+        self.next_s = ended_s + (ended_s - began_s) / self.share
 
 
 class RunTimeline:
-    """The timeline of one run. The newest part of large files is read at once, the rest by a process of its own. They
-    are read again when they have grown, but not all the time."""
+    """The timeline of one run. The newest part of large files is read at once, the rest by a process of its own. What
+    is written later is added: all is read again only when files were replaced, the run was launched again, or a worker
+    is new. Used by several threads."""
 
     def __init__(self, run: Path, apart: Apart) -> None:
         self._run, self._apart = run, apart
         self._lock = threading.Lock()
-        self._newest, self._whole = _Read(), _Read()
+        self._growth: TimelineGrowth | None = None
+        self._accounts = GrowingAccounts([])
+        self._workers: dict[str, WorkerSegments] = {}
+        self._marks = TimelineMarks(run)
+        self._is_whole, self._exact_s = True, -math.inf
+        self._rotated_s = -math.inf  # when the files that are there now began, but for the full ones
+        self._changes = _Changes()
+        self._beginning, self._reading = _Pace(_BUSY_SHARE), _Pace(_WHOLE_SHARE)
         self._reader: threading.Thread | None = None
+        self._older: tuple[list[WorkerSegments], list[SpanMark]] | None = None
 
     def read_rest(self) -> bool:
         """Waits until large files are read to their beginning. Returns whether they are."""
-        if self._current().is_whole:
-            return True
-        if self._reader is not None:
-            self._reader.join(_MOST_READ_S + _ENDING_S)
-        return self._current().is_whole
+        with self._lock:
+            self._refresh()
+            reader = None if self._is_whole else self._reader
+        if reader is not None:
+            reader.join(_MOST_READ_S + _ENDING_S)
+        with self._lock:
+            self._refresh()
+            return self._is_whole
 
-    def view(self, begin_s: float | None, end_s: float | None, points: int) -> Json:
-        """An interval, by default the whole."""
-        read = self._current()
-        workers = read.workers
-        points = min(points, _MOST_SPANS // max(1, min(len(workers), _MOST_WORKERS)))
-        whole = _extent(workers)
-        begin, end = whole[0] if begin_s is None else begin_s, whole[1] if end_s is None else end_s
-        marks = event_marks(self._run)
-        if not workers or end <= begin:
-            return {
-                "begin_s": begin,
-                "end_s": end,
-                "whole": list(whole),
-                "is_whole": True,
-                "workers": [],
-                "marks": marks,
-            }
-        return {
-            "begin_s": begin,
-            "end_s": end,
-            "whole": list(whole),
-            "is_whole": read.is_whole,
-            "workers": [
-                {
-                    "name": each.worker, "kind": TimelineWorker.of(each.worker).kind,
-                    "spans": each.spans(begin, end, points),
-                }
-                for each in workers[:_MOST_WORKERS]
-            ],
-            "left_out": max(0, len(workers) - _MOST_WORKERS),
-            "marks": [mark for mark in marks if begin <= mark["time_s"] <= end],
+    def view(
+        self, begin_s: float | None, end_s: float | None, points: int,
+        *, after: str = "", point_s: float | None = None,
+    ) -> Json:  # fmt: skip
+        """An interval, by default the whole. `after`: the version of an earlier answer for the same begin; where it is
+        known what changed since then, the answer has only that, from `since_s` on, with points of `point_s`."""
+        with self._lock:
+            self._refresh()
+            workers, version, is_whole = list(self._workers.values()), self._changes.version, self._is_whole
+            whole = _extent(workers)
+            begin, end = whole[0] if begin_s is None else begin_s, whole[1] if end_s is None else end_s
+            points = min(points, _MOST_SPANS // max(1, min(len(workers), _MOST_WORKERS)))
+            first_s = None if point_s is None else self._first_new_s(after, begin, end, points, point_s)
+            if point_s is None or first_s is None:
+                point_s = max(0.0, end - begin) / points
+            if not workers or end <= begin:
+                marks = self._marks.between(-math.inf, math.inf, origin_s=0.0, width_s=1.0)
+            else:
+                shown_s = begin if first_s is None else first_s
+                marks = self._marks.between(shown_s, end, origin_s=begin, width_s=_MARK_POINTS * point_s)
+        common = {
+            "begin_s": begin, "end_s": end, "whole": list(whole), "point_s": point_s, "version": version,
+            "marks": marks, "left_out": max(0, len(workers) - _MOST_WORKERS),
         }  # fmt: skip
+        if not workers or end <= begin:
+            return common | {"is_whole": True, "workers": []}
+        lanes = [
+            {
+                "name": each.worker,
+                "kind": TimelineWorker.of(each.worker).kind,
+                "spans": each.spans(shown_s, end, point_s),
+            }
+            for each in (workers[:_MOST_WORKERS] if shown_s < end else ())
+        ]
+        return common | {"is_whole": is_whole, "workers": lanes} | ({} if first_s is None else {"since_s": first_s})
+
+    def _first_new_s(self, version: str, begin_s: float, end_s: float, points: int, point_s: float) -> float | None:
+        """Where an answer with only what is new begins: at a border of merged parts and marks. None: it has all."""
+        changed_s = self._changes.after(version)
+        if changed_s is None or not point_s > 0:
+            return None
+        width_s = _MARK_POINTS * point_s
+        if changed_s >= end_s:
+            return end_s
+        first_s = max(begin_s, begin_s + width_s * ((changed_s - begin_s) // width_s))
+        return first_s if (end_s - first_s) / point_s <= points else None
 
     def accounting(self) -> Json:
         """The seconds of every worker by cause."""
-        read = self._current()
-        times = [(each.worker, _seconds(each)) for each in read.workers]
+        with self._lock:
+            self._refresh()
+            workers, is_whole = list(self._workers.values()), self._is_whole
+        times = [(each.worker, _seconds(each)) for each in workers]
         return {
-            "is_whole": read.is_whole,
+            "is_whole": is_whole,
             "workers": [
                 {
                     "name": worker,
@@ -217,45 +180,95 @@ class RunTimeline:
             ],
         }
 
-    def _current(self) -> _Read:
-        with self._lock:  # a second request waits for the reader instead of reading too
-            stamp = tuple(_stamps(self._run))
-            if _is_due(self._newest, stamp):
-                begin_s = time.monotonic()
-                workers = read_workers(self._run, _NEWEST_BYTES)
-                is_whole = all(size <= _NEWEST_BYTES for _, size, _ in stamp) and not _has_earlier(self._run)
-                end_s = time.monotonic()
-                self._newest = _Read(
-                    stamp=stamp, workers=workers, is_whole=is_whole, read_s=end_s - begin_s, at_s=end_s
-                )
-            if self._newest.is_whole:
-                return self._newest
-            if _is_due(self._whole, stamp) and (self._reader is None or not self._reader.is_alive()):
-                self._reader = threading.Thread(target=self._read_whole, args=(stamp,), daemon=True)
-                self._reader.start()
-            if self._whole.stamp is None:
-                return self._newest
-            return replace(self._newest, workers=_joined(self._whole.workers, self._newest.workers), is_whole=True)
+    def _refresh(self) -> None:
+        """Reads what is new."""
+        if self._growth is None:
+            if self._beginning.is_due:
+                self._begin()
+        else:
+            self._grow(self._growth)
+        if self._older is not None:
+            self._join_older(*self._older)
+        self._changes.note(self._marks.refresh())
 
-    def _read_whole(self, stamp: object) -> None:
-        begin_s = time.monotonic()
-        workers = self._apart.call(read_workers, self._run, None, most_s=_MOST_READ_S)
-        end_s = time.monotonic()
-        if workers is not None:
-            self._whole = _Read(stamp=stamp, workers=workers, read_s=end_s - begin_s, at_s=end_s)
+    def _grow(self, growth: TimelineGrowth) -> None:
+        spans = growth.read()
+        if spans is None:  # written by another run: nothing of what is known is of this one
+            self._growth, self._workers, self._marks = None, {}, TimelineMarks(self._run)
+            self._begin()
+            return
+        if not spans:
+            return
+        change = self._accounts.add(spans)
+        if change is None:
+            self._growth = None
+            if self._beginning.is_due:
+                self._begin()
+            return
+        for worker, segments in change.segments.items():
+            if segments:
+                known, new = self._workers.get(worker), WorkerSegments.of(worker, segments)
+                self._workers[worker] = new if known is None else known.before(change.since_s).followed_by(new)
+        self._changes.note(min(change.since_s, self._marks.add(span_marks(spans))))
+        if not change.is_exact:
+            self._exact_s = max(self._exact_s, change.since_s)
+            self._read_older()
+        if growth.was_rotated:
+            self._forget()
+
+    def _forget(self) -> None:
+        """What no file has any more is forgotten, so that memory is bounded."""
+        kept = [each.after(self._rotated_s) for each in self._workers.values()]
+        self._rotated_s = _extent(kept)[1]
+        self._workers, self._changes = _by_name(each for each in kept if len(each.begin_s)), _Changes()
+
+    def _begin(self) -> None:
+        """Reads the newest part. What is known of earlier times stays."""
+        began_s = time.monotonic()
+        growth = TimelineGrowth(self._run, most_bytes=_NEWEST_BYTES)
+        spans = growth.read() or []
+        newest = _columns(caused_segments(spans))
+        self._accounts, self._growth = GrowingAccounts(spans), growth
+        self._marks.add(span_marks(spans))
+        self._exact_s = _extent(newest)[0]
+        self._is_whole = growth.is_whole or (bool(self._workers) and self._is_whole)
+        self._workers = _by_name(newest if growth.is_whole else _joined(list(self._workers.values()), newest))
+        self._changes = _Changes()
+        self._beginning.done(began_s)
+        if not self._is_whole:
+            self._read_older()
+
+    def _read_older(self) -> None:
+        if (self._reader is None or not self._reader.is_alive()) and self._reading.is_due:
+            self._reader = threading.Thread(target=self._read_all, daemon=True)
+            self._reader.start()
+
+    def _read_all(self) -> None:
+        began_s = time.monotonic()
+        found = self._apart.call(read_workers, self._run, most_s=_MOST_READ_S)
+        self._reading.done(began_s)
+        if found is not None:
+            self._older = found
+
+    def _join_older(self, workers: Sequence[WorkerSegments], marks: Sequence[SpanMark]) -> None:
+        newer = [each.after(self._exact_s) for each in self._workers.values()]
+        self._workers, self._is_whole, self._older = _by_name(_joined(workers, newer)), True, None
+        self._marks.add(marks)
+        self._changes = _Changes()
 
 
-def read_workers(run: Path, most_bytes: int | None) -> list[WorkerSegments]:
-    """What all workers did, by the last bytes of every file, or by all."""
-    accounted = caused_segments(list(read_timeline(run, most_bytes=most_bytes)))
+def read_workers(run: Path) -> tuple[list[WorkerSegments], list[SpanMark]]:
+    """What all workers did, and the marks, by all that the files have."""
+    spans = list(read_timeline(run))
+    return _columns(caused_segments(spans)), span_marks(spans)
+
+
+def _columns(accounted: Mapping[str, Iterable[CausedSegment]]) -> list[WorkerSegments]:
     return [WorkerSegments.of(worker, segments) for worker, segments in accounted.items()]
 
 
-def _is_due(last: _Read, stamp: object) -> bool:
-    """Whether files that changed are read again now."""
-    if last.stamp is None:
-        return True
-    return stamp != last.stamp and time.monotonic() - last.at_s >= last.read_s / _BUSY_SHARE - last.read_s
+def _by_name(workers: Iterable[WorkerSegments]) -> dict[str, WorkerSegments]:
+    return {each.worker: each for each in workers}
 
 
 def _joined(older: Sequence[WorkerSegments], newer: Sequence[WorkerSegments]) -> list[WorkerSegments]:
@@ -280,16 +293,3 @@ def _extent(workers: Sequence[WorkerSegments]) -> tuple[float, float]:
     if not filled:
         return 0.0, 0.0
     return min(float(each.begin_s[0]) for each in filled), max(float(each.end_s[-1]) for each in filled)
-
-
-def _has_earlier(run: Path) -> bool:
-    return earlier_file(timeline_file(run)).is_file()
-
-
-def _stamps(run: Path) -> Iterator[tuple[str, int, int]]:
-    for path in sorted(run.glob("timeline*.jsonl")):
-        try:
-            stat = path.stat()
-        except OSError:
-            continue
-        yield path.name, stat.st_size, stat.st_ino

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.run_folders import episode, write_rollouts
-from podium.ui import rollout_columns
+from podium.ui import rollout_columns, rollout_index, rollout_reading
 from podium.ui.apart import Apart
-from podium.ui.rollout_blocks import Block, opened
+from podium.ui.rollout_blocks import Block, num_rows_of, opened
 from podium.ui.rollout_columns import SORTS, EpisodeColumns, RolloutFilter, ranked
 from podium.ui.rollout_index import RolloutIndex, update_index
-from podium.ui.rollout_reading import Previews, preview_of, summary_rows
+from podium.ui.rollout_reading import Previews, StepFiles, preview_of, stamp_of, summary_rows
 
 _WORDS = ("sum", "Needle", "über", "%", "needle in", "x" * 150)
 
@@ -267,3 +267,57 @@ def test_a_damaged_block_is_an_error_of_the_file(run: Path, tmp_path: Path) -> N
         connection.commit()
     with pytest.raises(sqlite3.DatabaseError, match="a block cannot be read"):
         index.page(RolloutFilter(sort="step"), page=1, size=5, most_s=1)
+
+
+class TestStepFiles:
+    def test_new_replaced_and_removed_files_are_seen(self, tmp_path: Path) -> None:
+        folder = tmp_path / "rollouts"
+        files = StepFiles(tmp_path)
+        assert not files.look()
+        folder.mkdir()
+        for name in ("step-00000002.parquet", "step-00000001.parquet", ".tmp-step-00000003.parquet", "notes.txt"):
+            (folder / name).write_text("")
+        (folder / "step-00000009.parquet").symlink_to(tmp_path)
+        assert list(files.look().items()) == [(step, folder / f"step-{step:08d}.parquet") for step in (1, 2)]
+        before = files.inode(folder / "step-00000001.parquet")
+        (folder / "new").write_text("")
+        (folder / "new").replace(folder / "step-00000001.parquet")
+        (folder / "step-00000002.parquet").unlink()
+
+        assert list(files.look()) == [1]
+        assert files.inode(folder / "step-00000001.parquet") not in (0, before)
+
+    def test_a_folder_that_did_not_change_is_not_listed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rollout_reading, "_TICK_S", -1.0)
+        (tmp_path / "rollouts").mkdir()
+        (tmp_path / "rollouts" / "step-00000001.parquet").write_text("")
+        files = StepFiles(tmp_path)
+        first = files.look()
+        monkeypatch.setattr(rollout_reading.os, "scandir", lambda path: pytest.fail("the folder was listed again"))
+
+        assert files.look() is first
+
+
+def test_taking_in_one_more_file_asks_no_known_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, file = tmp_path / "run", tmp_path / "index.sqlite"
+    run.mkdir()
+    for step in range(1, 6):
+        write_rollouts(run, step, [episode(step, 1, 0)])
+    monkeypatch.setattr(rollout_index, "_COMPARE_TIMES", 1e9)
+    folder = rollout_index._IndexedFolder(StepFiles(run))
+    with opened(file) as connection:
+        changes = folder.changes(connection)
+        assert [step for step, _, _ in changes.new] == [1, 2, 3, 4, 5]
+        folder.take_in(connection, changes)
+        assert folder.changes(connection).new == []
+        write_rollouts(run, 6, [episode(6, 1, 0)])
+        asked: list[str] = []
+        monkeypatch.setattr(rollout_index, "stamp_of", lambda path: asked.append(path.name) or stamp_of(path))
+        changes = folder.changes(connection)
+        folder.take_in(connection, changes)
+
+        assert asked == ["step-00000006.parquet"]
+        assert (len(changes.new), changes.num_kept) == (1, 5)
+        assert num_rows_of(connection) == 6
+        (run / "rollouts" / "step-00000002.parquet").unlink()
+        assert folder.changes(connection).gone == [2]
