@@ -170,6 +170,10 @@ class RolloutIndex:
                 raise sqlite3.DatabaseError(f"a block cannot be read ({error})") from error
         return FoundRows(rows=rows, total=found.total, is_whole=found.is_whole)
 
+    def indexed(self) -> Mapping[int, tuple[str, int]]:
+        """Stamp and number of rows of every step that is indexed."""
+        return self._folder.rows
+
     def sources(self) -> list[str]:
         """Names of data sources."""
         with opened(self._file) as connection:
@@ -209,6 +213,11 @@ class _IndexedFolder:
         self._stamps: dict[int, tuple[int, str]] = {}  # by step, of the files: inode, stamp
         self._compare_s = 0.0
 
+    @property
+    def rows(self) -> Mapping[int, tuple[str, int]]:
+        """Stamp and number of rows of every step in the index, as of the last look. It is not changed any more."""
+        return self._rows
+
     def changes(self, connection: sqlite3.Connection) -> _Changes:
         """Of the folder since it was indexed."""
         version = version_of(connection)
@@ -240,9 +249,8 @@ class _IndexedFolder:
     def take_in(self, connection: sqlite3.Connection, changes: _Changes) -> None:
         """As `_take_in`, and remembers what the index has then."""
         rows = _take_in(connection, changes)
-        for step in changes.gone:
-            self._rows.pop(step, None)
-        self._rows |= {step: (stamp, rows[step]) for step, _, stamp in changes.new}
+        kept = {step: known for step, known in self._rows.items() if step not in changes.gone}
+        self._rows = kept | {step: (stamp, rows[step]) for step, _, stamp in changes.new}
         self._version = version_of(connection)
 
 

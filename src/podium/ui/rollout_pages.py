@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,49 @@ from podium.ui.apart import Apart
 from podium.ui.rollout_columns import SORTS, RolloutFilter
 from podium.ui.rollout_groups import read_group
 from podium.ui.rollout_index import RolloutIndex
-from podium.ui.rollout_reading import FOLDER, StepFiles, summary_rows, texts_of
+from podium.ui.rollout_reading import FOLDER, StepFiles, num_rows, summary_rows, texts_of
 
 _SIZE, _MOST_SIZE, _MOST_PAGES = 50, 500, 1_000_000
 # Characters of a search, and the number of an episode or token.
 _MOST_SEARCH, _MOST_NUMBER = 1000, 1 << 31
 # How long a request waits for a small index, and searches in a large one.
 _WAIT_S, _SEARCH_S = 0.5, 1.5
+# Files whose rows are kept for the next request.
+_MOST_RECENT = 8
+_NEWEST = RolloutFilter(sort="-step")
 Json = dict[str, Any]
+
+
+class _RecentFiles:
+    """Rows, and numbers of rows, of files that were read a moment ago. Files are known by their inodes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rows: OrderedDict[tuple[str, int], list[Json]] = OrderedDict()
+        self._counts: dict[tuple[str, int], int] = {}
+
+    def rows(self, path: Path, step: int, inode: int) -> list[Json]:
+        """All rows of a file, by group and sample. None of a file that cannot be read: its own page says why."""
+        key = path.name, inode
+        with self._lock:
+            if key not in self._rows:
+                try:
+                    rows = summary_rows(path, step)
+                except PageError:
+                    rows = []
+                self._rows[key] = sorted(rows, key=lambda row: (row["group"], row["sample"]))
+                self._counts[key] = len(rows)
+                while len(self._rows) > _MOST_RECENT:
+                    self._rows.popitem(last=False)
+            return self._rows[key]
+
+    def count(self, path: Path, inode: int) -> int:
+        """How many rows a file has."""
+        key = path.name, inode
+        with self._lock:
+            if key not in self._counts:
+                self._counts[key] = num_rows(path)
+            return self._counts[key]
 
 
 class RunRollouts:
@@ -31,7 +67,7 @@ class RunRollouts:
         self._run, self._cache, self._apart = run, cache, apart
         self._lock = threading.Lock()
         self._index: RolloutIndex | None = None
-        self._files = StepFiles(run)
+        self._files, self._recent = StepFiles(run), _RecentFiles()
 
     @property
     def are_there(self) -> bool:
@@ -69,7 +105,8 @@ class RunRollouts:
         if not files:
             return common | {"total": 0, "rows": [], "sources": [], "index": {"done": 0, "of": 0}}
         try:
-            return common | self._of_index(wanted, number, size)
+            newest = self._newest(files, wanted, size) if number == 1 and wanted == _NEWEST else None
+            return common | (newest or self._of_index(wanted, number, size))
         except sqlite3.DatabaseError as error:
             if "locked" in str(error):
                 raise PageError(503, f"another process writes the index of {self._run}. Reload the page.") from error
@@ -92,6 +129,43 @@ class RunRollouts:
             "rows": found.rows,
             "sources": index.sources(),
             "index": index.progress(),
+        }
+
+    def _newest(self, files: Mapping[int, Path], wanted: RolloutFilter, size: int) -> Json | None:
+        """The first page of the newest: what a page asks for while a run goes on. Files that are newer than the index
+        are not taken in: of those that are shown the rows are read, of others how many they are. None: the index is
+        not there, or there is more than newer files that it does not have."""
+        index = self._index
+        indexed = {} if index is None else index.indexed()
+        if index is None or not indexed:
+            return None
+        new: list[int] = []
+        for step in reversed(files):
+            if step in indexed:
+                break
+            new.append(step)
+        older = list(files)[: len(files) - len(new)]
+        if len(older) != len(indexed) or any(
+            step not in indexed or not indexed[step][0].startswith(f"{self._files.inode(files[step])}-")
+            for step in older
+        ):  # some were removed or replaced, or are not indexed yet
+            return None
+        rows: list[Json] = []
+        for step in new:
+            if len(rows) >= size:
+                break
+            rows += self._recent.rows(files[step], step, self._files.inode(files[step]))
+        found = index.page(wanted, page=1, size=size, most_s=_SEARCH_S) if len(rows) < size else None
+        rows = [*rows, *(found.rows if found is not None else ())][:size]
+        counts = (self._recent.count(files[step], self._files.inode(files[step])) for step in new)
+        total = sum(counts) + sum(known for _, known in indexed.values())
+        sources = {row["source"] for row in rows if row["source"] is not None} | set(index.sources())
+        return {
+            "total": total,
+            "is_whole": True,
+            "rows": rows,
+            "sources": sorted(sources),
+            "index": {"done": total, "of": total},
         }
 
     def _forget_index(self) -> None:

@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 
 from helpers.run_folders import episode, write_rollouts
 from podium.ui import rollout_columns, rollout_index, rollout_reading
+from podium.ui.answers import Query
 from podium.ui.apart import Apart
 from podium.ui.rollout_blocks import Block, num_rows_of, opened
 from podium.ui.rollout_columns import SORTS, EpisodeColumns, RolloutFilter, ranked
 from podium.ui.rollout_index import RolloutIndex, update_index
+from podium.ui.rollout_pages import RunRollouts
 from podium.ui.rollout_reading import Previews, StepFiles, preview_of, stamp_of, summary_rows
 
 _WORDS = ("sum", "Needle", "über", "%", "needle in", "x" * 150)
@@ -321,3 +323,58 @@ def test_taking_in_one_more_file_asks_no_known_file(tmp_path: Path, monkeypatch:
         assert num_rows_of(connection) == 6
         (run / "rollouts" / "step-00000002.parquet").unlink()
         assert folder.changes(connection).gone == [2]
+
+
+class TestNewest:
+    """What a page asks for while a run goes on needs no index of the newest files."""
+
+    QUERY = Query({"sort": "-step", "size": "3"})
+
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Path:
+        folder = tmp_path / "run"
+        folder.mkdir()
+        for step in (1, 2):
+            write_rollouts(folder, step, [episode(step, 1, sample) for sample in (1, 0)])
+        return folder
+
+    def indexed(self, rollouts: RunRollouts, rows: int) -> None:
+        until_s = time.monotonic() + 30
+        while rollouts.page(Query({"sort": "reward"}))["index"]["done"] < rows:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+
+    def test_new_files_are_shown_and_not_taken_in(
+        self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rollouts = RunRollouts(run, tmp_path / "cache", Apart())
+        self.indexed(rollouts, 4)
+        before = rollouts.page(self.QUERY)
+        assert [(row["step"], row["sample"]) for row in before["rows"]] == [(2, 0), (2, 1), (1, 0)]
+        monkeypatch.setattr(RolloutIndex, "wake", lambda self, **values: pytest.fail("the index was asked"))
+        write_rollouts(run, 3, [episode(3, 1, 0, source="new")])
+        found = rollouts.page(self.QUERY)
+
+        assert [(row["step"], row["sample"]) for row in found["rows"]] == [(3, 0), (2, 0), (2, 1)]
+        assert (found["total"], found["steps"], found["index"]) == (5, [1, 3], {"done": 5, "of": 5})
+        assert "new" in found["sources"]
+        assert found["rows"][0].keys() == found["rows"][1].keys() == before["rows"][0].keys()
+        monkeypatch.undo()
+        self.indexed(rollouts, 5)
+        assert rollouts.page(self.QUERY) == found
+        rollouts.close()
+
+    def test_a_file_that_was_replaced_or_removed_goes_through_the_index(self, run: Path, tmp_path: Path) -> None:
+        rollouts = RunRollouts(run, tmp_path / "cache", Apart())
+        self.indexed(rollouts, 4)
+        asked: list[bool] = []
+        index = rollouts._index
+        assert index is not None
+        index.wake = lambda **values: asked.append(True)  # type: ignore[method-assign]
+        write_rollouts(run, 1, [episode(1, 1, 0)])
+        rollouts.page(self.QUERY)
+        assert asked == [True]
+        (run / "rollouts" / "step-00000001.parquet").unlink()
+        rollouts.page(self.QUERY)
+        assert asked == [True, True]
+        rollouts.close()
