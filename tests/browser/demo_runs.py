@@ -123,7 +123,10 @@ def write_timeline(run: Path, *, steps: int) -> None:
             ("grade", at + 2.4, 0.2),
             ("update", at + 2.6, 1.2),
             ("publish", at + 3.8, 0.2),
+            (f"published version {step + 1}", at + 4.0, 0.0),
         )
+        if step % 10 == 5:
+            add("controller", ("devices lent", at + 0.5, 0.0), ("devices recalled", at + 2.5, 0.0))
         for rank in range(2):
             add(f"train[{rank}]@node-a/gpu{rank}#0", ("policy.update", at + 2.6, 1.2), ("policy.share", at + 3.8, 0.2))
             incarnation = int(rank == 1 and step >= 30)

@@ -155,6 +155,7 @@ def test_the_timeline_zooms_from_the_whole_run_to_one_step(open_page: OpenPage, 
     begin, end = _range(page)
     assert end - begin == pytest.approx(1.1 * STEP_S, rel=0.1)
     assert begin < 20 + 12 * STEP_S < end  # metrics of the step are written at its end
+    page.wait_for_url(re.compile(rf"from={int(begin)}\."))
     page.reload()
     expect(page.locator("canvas.timeline")).to_be_visible()
     assert _range(page) == (pytest.approx(begin, abs=0.01), pytest.approx(end, abs=0.01))

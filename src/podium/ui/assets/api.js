@@ -6,6 +6,8 @@ import { embeddedAnswer, isReport } from "./embedded.js";
 const TOKEN_KEY = "podium-token";
 const FIRST_RETRY_S = 1,
   LONGEST_RETRY_S = 30;
+// A page that nobody sees for so long stops to listen, and listens again when it is seen.
+const UNSEEN_MS = 60000;
 let accessToken = null;
 
 /** An answer that is no data. `status` 0: nobody answered. */
@@ -73,14 +75,21 @@ export function retryDelay(attempt) {
 }
 
 /**
- * Listens to a run until `signal` aborts. Opens the stream again when it breaks, waiting
+ * Listens to a run until `signal` aborts, while the page is seen. Opens the stream again when it breaks, waiting
  * longer each time. `handlers`: functions by event name; `opened` is called whenever the stream (again) begins.
  */
 export function listen(run, handlers, signal) {
   if (isReport()) return;
   let attempt = 0,
     source = null,
-    timer = 0;
+    timer = 0,
+    unseen = 0,
+    isPaused = false;
+  const pause = () => {
+    isPaused = true;
+    clearTimeout(timer);
+    source.close();
+  };
   const open = () => {
     source = new EventSource(`/api/events${queryOf({ run, token: accessToken })}`);
     source.onopen = () => {
@@ -107,8 +116,22 @@ export function listen(run, handlers, signal) {
     }
   };
   open();
+  document.addEventListener(
+    "visibilitychange",
+    () => {
+      clearTimeout(unseen);
+      if (document.hidden) unseen = setTimeout(pause, UNSEEN_MS);
+      else if (isPaused) {
+        isPaused = false;
+        attempt = 1; // what was missed is loaded again
+        open();
+      }
+    },
+    { signal },
+  );
   signal.addEventListener("abort", () => {
     clearTimeout(timer);
+    clearTimeout(unseen);
     source.close();
     showConnection("");
   });

@@ -26,7 +26,7 @@ const PHASE_COLORS = [
   [/grad(e|ing)|grader|reward/, "#c08a1e"],
   [/tool/, "#dd86a4"],
   [/other r/, "#b06fc4"],
-  [/lend|lent|residen|sleep|wake|offload|switch/, "#7d8a2e"],
+  [/lend|lent|recall|residen|sleep|wake|offload|switch/, "#7d8a2e"],
   [/publish|share|install|weights|transfer/, "#8a63c9"],
   [/scor(e|ing)|reference|teacher|critic/, "#2aa1b3"],
   [/update|compute|train|forward|backward|optimizer/, "#2c9d6b"],

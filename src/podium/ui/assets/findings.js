@@ -3,6 +3,7 @@
 
 import { fetchJson, runPath } from "./api.js";
 import { el, fill } from "./dom.js";
+import { paced } from "./live.js";
 import { addressOf } from "./router.js";
 
 const LOOK_AGAIN_MS = 1500;
@@ -11,7 +12,7 @@ const KIND_NAMES = { alarm: "alarm", note: "note", suggestion: "faster" };
 const PLACES = { learning: ["curves", "Curves"], time: ["timeline", "Timeline"] };
 
 /** Shows findings in a container, and again while the run goes on. `about`: only those about it; then no empty state. */
-export function showFindings(container, { run, signal }, about = null) {
+export function showFindings(container, { run, signal, onChange }, about = null) {
   let timer = 0;
   const look = async () => {
     let found;
@@ -24,10 +25,12 @@ export function showFindings(container, { run, signal }, about = null) {
     }
     if (signal.aborted) return;
     drawFindings(container, run, found, about);
-    if (found.pending || run.status === "running") timer = setTimeout(look, found.pending ? LOOK_AGAIN_MS : FOLLOW_MS);
+    clearTimeout(timer);
+    if (found.pending) timer = setTimeout(look, LOOK_AGAIN_MS);
   };
   signal.addEventListener("abort", () => clearTimeout(timer));
   look();
+  onChange?.(paced(look, FOLLOW_MS, signal));
 }
 
 function drawFindings(container, run, { findings, pending }, about) {

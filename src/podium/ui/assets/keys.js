@@ -14,6 +14,7 @@ const KEYS = [
   ["+ , -", "timeline: zoom in or out"],
   ["← , →", "timeline: move; tokens: previous or next token"],
   ["0", "timeline: the whole run"],
+  ["m", "timeline: to the marks; arrows go to the next or previous one, Enter zooms to it"],
   ["u", "up: from a group to the list, from a run to all runs"],
   ["t", "light or dark"],
   ["Esc", "close, leave a field"],

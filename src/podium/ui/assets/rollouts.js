@@ -5,11 +5,13 @@ import { fetchJson, runPath } from "./api.js";
 import { choice, debounced, el, fill } from "./dom.js";
 import { showGroup } from "./episodes.js";
 import { number } from "./formats.js";
+import { paced } from "./live.js";
 import { addressOf, go, remember } from "./router.js";
 import { loadInto, stateBox } from "./states.js";
 
 const SIZE = 50;
-const READ_MS = 1000;
+const READ_MS = 1000,
+  LIST_MS = 5000;
 const SORTS = [
   ["-step", "newest"],
   ["step", "oldest"],
@@ -39,7 +41,7 @@ export function showRollouts(body, context) {
   else showList(body, context);
 }
 
-function showList(body, { run, route, signal, onMetrics }) {
+function showList(body, { run, route, signal, onChange }) {
   const state = { q: "", sort: "-step", step: "", from: "", source: "", row: "", page: 1, ...route.query };
   state.page = Number(state.page) || 1;
   const sources = el("datalist", { id: "sources" }),
@@ -122,11 +124,9 @@ function showList(body, { run, route, signal, onMetrics }) {
     signal,
     "rollouts",
   );
-  let last = Date.now();
-  onMetrics?.(() => {
-    if (state.page !== 1 || state.sort !== "-step" || Date.now() - last < 5000) return;
-    last = Date.now();
-    reload(true);
+  const follow = paced(() => reload(true), LIST_MS, signal);
+  onChange?.(() => {
+    if (state.page === 1 && state.sort === "-step") follow();
   });
 }
 

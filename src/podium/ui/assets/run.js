@@ -42,7 +42,7 @@ export function showRun(main, route, signal) {
       const tabs = TABS.filter((tab) => (run.stages ? OF_PIPELINES.includes(tab.key) : isOf(run, tab)));
       const tab = tabs.find((each) => each.key === key);
       const body = el("div", { class: "tab-body", id: "tab-body" });
-      const live = { listeners: [] };
+      const live = { listeners: [], changes: [] };
       fill(
         main,
         headOf(run, live),
@@ -71,7 +71,7 @@ export function showRun(main, route, signal) {
       );
       main.querySelector(".tabs [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
       if (!tab) fill(body, stateBox(`This run has no view “${key}”`));
-      else tab.show(body, { run, route, signal, onMetrics: (listener) => live.listeners.push(listener) });
+      else tab.show(body, { run, route, signal, onMetrics: (each) => live.listeners.push(each), onChange: (each) => live.changes.push(each) });
       if (!isReport()) followRun(run, live, signal);
     },
     signal,
@@ -109,7 +109,13 @@ function headOf(run, live) {
   );
 }
 
+/** Listeners of metrics get each event, or null where all must be loaded again. Those of changes get nothing. */
 function followRun(run, live, signal) {
+  const changed = () => live.changes.forEach((listener) => listener());
+  const reset = () => {
+    live.listeners.forEach((listener) => listener(null));
+    changed();
+  };
   listen(
     run.id,
     {
@@ -117,13 +123,16 @@ function followRun(run, live, signal) {
         if (event.run && event.run !== run.id) return;
         live.head({ step: Math.max(run.step ?? 0, event.step) });
         for (const listener of live.listeners) listener(event);
+        changed();
       },
       status: (event) => {
         if (event.run && event.run !== run.id) return;
+        const isNew = event.status && event.status !== run.status;
         live.head({ status: event.status ?? run.status, steps: event.steps ?? run.steps });
+        if (isNew) changed(); // what the run wrote last
       },
-      reset: () => live.listeners.forEach((listener) => listener(null)),
-      opened: () => live.listeners.forEach((listener) => listener(null)),
+      reset,
+      opened: reset,
     },
     signal,
   );

@@ -7,15 +7,20 @@ import { causeColor } from "./colors.js";
 import { debounced, el, fill } from "./dom.js";
 import { isReport } from "./embedded.js";
 import { duration } from "./formats.js";
+import { paced } from "./live.js";
 import { remember } from "./router.js";
 import { loadInto, stateBox } from "./states.js";
 import { drawTimeline } from "./timeline_canvas.js";
+import { grownTimeline } from "./timeline_growth.js";
+import { bindMarks } from "./timeline_marks.js";
 import { bindPointer } from "./timeline_pointer.js";
 
 const FEW_WORKERS = 8,
   FIRST_LANES = 64;
 const SHORTEST_S = 1e-4;
 const LIVE_MS = 5000;
+// A view of the whole run, of which only the end was loaded again, is loaded whole when the run has become so much longer.
+const MOST_GROWTH = 1.3;
 
 /** Shows the timeline tab. */
 export function showTimeline(body, context) {
@@ -61,7 +66,7 @@ function marked(data) {
   return data;
 }
 
-function drawView(container, data, { run, route, signal, onMetrics }) {
+function drawView(container, data, { run, route, signal, onMetrics, onChange }) {
   if (!data.workers?.some((worker) => worker.spans.length)) {
     fill(container, stateBox("Nothing on the timeline yet", "Spans appear here a second after the first step."));
     return;
@@ -88,15 +93,18 @@ function drawView(container, data, { run, route, signal, onMetrics }) {
   });
   const where = el("output", { class: "small", "aria-live": "polite", id: "timeline-range" });
   const legend = el("div", { class: "legend-box" }),
-    more = el("div", {});
+    more = el("div", {}),
+    strip = el("div", { class: "marks", role: "toolbar", "aria-label": "Marks: arrows go from one to the next" });
 
   const draw = () => {
     drawTimeline(canvas, state);
+    placeMarks();
     const length = state.to - state.from;
     where.textContent = `${duration(state.from - whole.begin)} to ${duration(state.to - whole.begin)} (${duration(length)} of ${duration(whole.end - whole.begin)})`;
     canvas.dataset.from = String(state.from - whole.begin);
     canvas.dataset.to = String(state.to - whole.begin);
   };
+  let loadedLength = whole.end - whole.begin;
   const refetch = debounced(async () => {
     const { from, to } = state;
     const margin = (to - from) / 2;
@@ -144,6 +152,7 @@ function drawView(container, data, { run, route, signal, onMetrics }) {
         relabel();
       }),
     );
+  const placeMarks = bindMarks(strip, canvas, state, show);
   const button = (text, label, action, key) =>
     el(
       "button",
@@ -179,7 +188,7 @@ function drawView(container, data, { run, route, signal, onMetrics }) {
           }),
       where,
     ),
-    el("div", { class: "timeline-box" }, canvas, legend),
+    el("div", { class: "timeline-box" }, el("div", { class: "lanes" }, canvas, strip), legend),
     more,
   );
   const drawMore = () =>
@@ -229,20 +238,36 @@ function drawView(container, data, { run, route, signal, onMetrics }) {
   resized.observe(canvas.parentElement);
   document.addEventListener("themechange", draw, { signal });
   signal.addEventListener("abort", () => resized.disconnect());
-  let refreshed = Date.now();
-  onMetrics?.(async () => {
-    if (Date.now() - refreshed < LIVE_MS) return;
-    refreshed = Date.now();
-    const following = state.to >= whole.end;
-    const fresh = await fetchJson(runPath(run.id, "/timeline", { points: pointsFor(canvas) }), { signal }).catch(
-      () => null,
-    );
-    if (!fresh) return;
-    whole.end = Math.max(whole.end, fresh.end_s);
-    if (!following) return;
-    if (state.from <= whole.begin) state.data = marked(fresh);
-    show(state.from <= whole.begin ? whole.begin : whole.end - (state.to - state.from), whole.end);
+  const follow = paced(async () => {
+    const { from, to } = state;
+    if (to < whole.end) return; // an earlier part is in view, which does not change
+    const isWhole = from <= whole.begin,
+      isShort = whole.end - whole.begin < MOST_GROWTH * loadedLength;
+    const known = { from_s: state.data.begin_s, after: state.data.version, point_s: state.data.point_s };
+    const query = { points: (isWhole ? 1 : 2) * pointsFor(canvas), ...(isWhole && !isShort ? {} : known) };
+    const fresh = await fetchJson(runPath(run.id, "/timeline", query), { signal }).catch(() => null);
+    if (!fresh || state.from !== from || state.to !== to) return; // the reader has moved meanwhile
+    const before = causesOf(state.data);
+    state.data = fresh.since_s === undefined ? marked(fresh) : grownTimeline(state.data, marked(fresh));
+    if (fresh.since_s === undefined && isWhole) loadedLength = fresh.whole[1] - fresh.whole[0];
+    whole.end = Math.max(whole.end, fresh.whole[1]);
+    state.from = isWhole ? whole.begin : whole.end - (to - from);
+    state.to = whole.end;
+    if (causesOf(state.data) !== before) relabel();
+    draw();
+  }, LIVE_MS, signal);
+  onMetrics?.((event) => {
+    // an end that is not in view is known without asking
+    if (event && event.time_s > whole.end && state.to < whole.end) whole.end = event.time_s;
   });
+  onChange?.(follow);
+}
+
+/** Which causes and marks a timeline has: what the legend lists. */
+function causesOf(data) {
+  const names = new Set((data.marks ?? []).map((mark) => `mark ${mark.kind}`));
+  for (const worker of data.workers) for (const span of worker.spans) names.add(`${span.idle} ${span.name}`);
+  return [...names].sort().join();
 }
 
 function legendOf(state, changed) {
@@ -287,7 +312,7 @@ function legendOf(state, changed) {
           { class: "keys-line" },
           el("b", {}, "marks"),
           kinds.map((kind) =>
-            el("span", { class: "key mark" }, el("i", { style: { "--key": causeColor(kind) } }), kind),
+            el("span", { class: `key mark ${kind}` }, el("i", { style: { "--key": causeColor(kind) } }), kind),
           ),
         )
       : null,

@@ -5,19 +5,25 @@ import { causeColor, faded } from "./colors.js";
 import { duration } from "./formats.js";
 import { themeColor } from "./theme.js";
 
-export const LANE_TOP = 30;
-const LANE = 20,
+const LANE_TOP = 30,
+  LANE = 20,
   NAME = 15,
   NAME_WIDTH = 150;
+const OFTEN = ["publish", "lent", "recalled"];
 
 /** Lanes carry their names on the left; on a narrow page above. */
 function laneHeight(state) {
   return state.narrow ? LANE + NAME + 5 : LANE + 5;
 }
 
+/** Where lanes begin. */
+export function laneLeft(state) {
+  return state.narrow ? 0 : NAME_WIDTH;
+}
+
 /** The moment at a horizontal place of the canvas. */
 export function timeAt(canvas, state, x) {
-  const left = state.narrow ? 0 : NAME_WIDTH;
+  const left = laneLeft(state);
   return state.from + ((x - left) / (canvas.clientWidth - left)) * (state.to - state.from);
 }
 
@@ -47,7 +53,7 @@ export function drawTimeline(canvas, state) {
   pen.clearRect(0, 0, width, height);
   pen.font = "12px system-ui, sans-serif";
   pen.textBaseline = "middle";
-  const left = state.narrow ? 0 : NAME_WIDTH;
+  const left = laneLeft(state);
   const place = (time) => left + ((time - state.from) / (state.to - state.from)) * (width - left);
   drawAxis(pen, state, left, width, height, place);
   const hatch = hatching(pen),
@@ -136,20 +142,13 @@ function drawAxis(pen, state, left, width, height, place) {
   }
 }
 
+/** Lines through all lanes where something died, came back, joined or left. Other marks stand above the lanes only. */
 function drawMarks(pen, state, left, width, height, place) {
-  let last = -10;
   for (const mark of state.data.marks ?? []) {
     const x = place(mark.time_s);
-    if (x < left || x > width) continue;
-    const color = causeColor(mark.kind);
-    pen.fillStyle = color;
-    pen.beginPath();
-    pen.moveTo(x - 5, LANE_TOP - 14);
-    pen.lineTo(x + 5, LANE_TOP - 14);
-    pen.lineTo(x, LANE_TOP - 5);
-    pen.fill();
-    if (x - last > 3) pen.fillRect(x - 0.5, LANE_TOP - 6, 1, height - LANE_TOP);
-    last = x;
+    if (x < left || x > width || OFTEN.includes(mark.kind)) continue;
+    pen.fillStyle = causeColor(mark.kind);
+    pen.fillRect(x - 0.5, LANE_TOP - 6, 1, height - LANE_TOP);
   }
 }
 

@@ -3,7 +3,7 @@
 
 import { hideTooltip, showTooltip } from "./dom.js";
 import { duration } from "./formats.js";
-import { laneAt, LANE_TOP, timeAt } from "./timeline_canvas.js";
+import { laneAt, timeAt } from "./timeline_canvas.js";
 
 /** Listens to pointers over the canvas until `signal` aborts. */
 export function bindPointer(canvas, state, { zoom, show, draw }, signal) {
@@ -82,22 +82,12 @@ function spread(pointers) {
 function describe(canvas, state, event) {
   const time = timeAt(canvas, state, event.offsetX),
     second = (state.to - state.from) / canvas.clientWidth;
-  const mark =
-    event.offsetY < LANE_TOP
-      ? (state.data.marks ?? []).find((each) => Math.abs(each.time_s - time) < 6 * second)
-      : null;
   const lane = laneAt(state, event.offsetY);
   const span = lane?.spans
     .filter((each) => each.begin_s - second <= time && each.end_s + second >= time)
     .sort((a, b) => Math.abs(a.begin_s + a.end_s - 2 * time) - Math.abs(b.begin_s + b.end_s - 2 * time))
     .find((each) => (each.begin_s <= time && each.end_s >= time) || each.end_s - each.begin_s < 3 * second);
-  if (mark)
-    showTooltip(
-      [mark.kind, mark.text, `at ${duration(mark.time_s - state.whole.begin)}`],
-      event.clientX,
-      event.clientY,
-    );
-  else if (span)
+  if (span)
     showTooltip(
       [
         lane.name,
