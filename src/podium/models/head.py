@@ -336,7 +336,7 @@ def _tied_loss(
     if part is not None:
         logprobs_S, entropy_S, weights_S = (part.join(each) for each in (logprobs_S, entropy_S, weights_S))
     total, gradient_S = logprobs_S.new_zeros(()), torch.zeros_like(logprobs_S)
-    if part is None or part.is_first:
+    if len(logprobs_S) and (part is None or part.is_first):  # a group without documents has no loss
         loss = _loss_of(objective, slice(0, len(logprobs_S)), entropy_S)
         total, gradient_S = _loss_and_gradient(logprobs_S, weights_S, loss)
     return total, gradient_S if part is None else part.axis.sum(gradient_S)[part.trained]

@@ -174,6 +174,7 @@ def squared_document_sums(packed: PackedBatch) -> EntropyObjective:
     document_S = torch.from_numpy(of_token[np.flatnonzero(packed.weights_T)])
 
     def loss(logprobs_S: Tensor, entropy_S: Tensor, tokens: slice) -> Tensor:
+        assert len(logprobs_S), "losses of documents are not called without any"
         own = document_S[tokens]
         sums = logprobs_S.new_zeros(len(packed.offsets)).index_add(0, own, logprobs_S)
         return sums[own].square() * 0.01 + entropy_S * logprobs_S
