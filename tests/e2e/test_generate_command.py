@@ -36,7 +36,7 @@ def settings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """One thread without oneDNN: only the first test measures what suits the model, as every start of a user does."""
     if request.function is not test_every_row_gets_its_answers_in_order:
         fixed = CpuSettings(threads=1, onednn=False)
-        monkeypatch.setattr("podium.rollout.checkpoints.choose_cpu_settings", lambda work, *, ranks: fixed)
+        monkeypatch.setattr("podium.rollout.native.loading.choose_cpu_settings", lambda work, *, ranks: fixed)
 
 
 def answers(path: Path) -> list[dict[str, Any]]:
