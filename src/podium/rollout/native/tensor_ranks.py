@@ -233,7 +233,7 @@ def main(descriptor: int) -> None:
         task: RankTask = connection.recv()
         connection.send(True)
         commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        threading.Thread(target=_read, args=(connection, commands), name="read commands", daemon=True).start()
+        threading.Thread(target=_read, args=(connection, commands, task), name="read commands", daemon=True).start()
         _follow(task, commands.get, connection.send)
     except BaseException as error:
         code = 1
@@ -245,11 +245,13 @@ def main(descriptor: int) -> None:
     os._exit(code)  # without waiting for threads of torch
 
 
-def _read(connection: Connection, commands: queue.SimpleQueue[Command]) -> None:
-    """Takes commands from the pipe, also while the rank computes. Ends the process when rank 0 is gone."""
+def _read(connection: Connection, commands: queue.SimpleQueue[Command], task: RankTask) -> None:
+    """Takes commands from the pipe, also while the rank computes. Ends the process when rank 0 is gone, which may have
+    been killed: its folder is removed here."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             commands.put(connection.recv())
+    shutil.rmtree(task.meeting.parent, ignore_errors=True)
     os._exit(1)
 
 
