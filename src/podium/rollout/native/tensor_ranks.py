@@ -141,6 +141,8 @@ class _Ranks:
         for rank, (connection, process) in enumerate(zip(self._connections, self._processes, strict=True), start=1):
             _await_up(rank, connection, process)
         axis, timeout_s = joined_axis(self._task, self._device), self._task.timeout_s
+        if self._device.type == "cpu":  # all have met, and gloo asks the store nothing more; NCCL may
+            shutil.rmtree(self._scratch, ignore_errors=True)
         leader = TensorLeader(
             axis, self._connections, self._device, timeout_s=timeout_s, end=self.end, who_died=self.who_died
         )
