@@ -93,7 +93,7 @@ class AdamW:
             elif states:
                 update(states, terms)
         if self._streams is not None:
-            self._streams.wait()  # whoever reads the state next reads it on the host
+            self._streams.wait()  # checkpoints and snapshots read the state on the host
         absent = frozenset(index for index, each in enumerate(self.trained) if id(each) not in gradients)
         if absent:
             self._have_missed |= absent
