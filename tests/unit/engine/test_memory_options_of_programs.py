@@ -14,7 +14,9 @@ from torch import Tensor
 from helpers.dense_steps import dealt, random_rows
 from helpers.engines import make_engine, one_rank, random_documents
 from helpers.on_policy import CASES, make_episodes, recording_engine, run_update
-from helpers.tiny import save_tiny_model
+from helpers.runs import STEPS, losses, tiny_recipe
+from helpers.tiny import save_tiny_folder, save_tiny_model, write_chats
+from podium import api
 from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import pack
 from podium.engine.optimizer import AdamW
@@ -105,3 +107,21 @@ def test_micro_batches_share_the_options(folder: Path) -> None:
         gradients = engine.gradients(batches, token_cross_entropy, normalizer=1.0)[1]
         results.append({each.name: gradients[id(each)] for each in engine.optimizer.trained})
     require_equal(results)
+
+
+@pytest.mark.slow
+def test_a_run_that_changes_its_options_has_the_losses_of_one_without(tmp_path: Path) -> None:
+    """The run saves with the optimizer's state in host memory, and goes on with it on the device."""
+    model, data = save_tiny_folder(tmp_path / "model"), write_chats(tmp_path / "chats.jsonl")
+    runs = tmp_path / "runs"
+    api.train(tiny_recipe(model, data, runs, "plain"))
+    options = {"activation_checkpointing": "layers", "offload_activations": True}
+    api.train(tiny_recipe(model, data, runs, "parts", model=options, optimizer={"offload": True}, steps=4))
+    api.resume(
+        runs / "parts",
+        overrides=[
+            f"steps={STEPS}", "model.activation_checkpointing=selective", "model.offload_activations=false",
+            "optimizer.offload=false",
+        ],
+    )  # fmt: skip
+    assert losses(runs / "parts") == losses(runs / "plain")
