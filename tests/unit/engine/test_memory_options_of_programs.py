@@ -99,6 +99,7 @@ def test_a_scalar_head_has_the_same_gradient(folder: Path) -> None:
     require_equal(results)
 
 
+@pytest.mark.slow
 def test_micro_batches_share_the_options(folder: Path) -> None:
     documents, results = random_documents(), []
     for way in WAYS:

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model("qwen3", tmp_path_factory.mktemp("model"))
 
 
-def trained(engine: TrainEngine, steps: int = 3) -> TrainEngine:
+def trained(engine: TrainEngine, steps: int = 2) -> TrainEngine:
     for seed in range(steps):
         documents = random_documents(seed=seed)
         engine.train_step([pack(documents)], token_cross_entropy, normalizer=num_trained(documents), lr=1e-2).resolve()
@@ -47,7 +47,7 @@ def require_same(found: TrainEngine, wanted: TrainEngine) -> None:
 
 
 @pytest.mark.parametrize("model", [{}, {"dtype": "bfloat16"}], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("piece", [37, state_streams.PIECE_ELEMENTS])
+@pytest.mark.parametrize("piece", [37, pytest.param(state_streams.PIECE_ELEMENTS, marks=pytest.mark.slow)])
 def test_weights_and_moments_are_those_of_a_device_that_holds_them(
     folder: Path, model: dict[str, Any], piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +97,7 @@ def test_only_gradients_can_leave_for_generation(folder: Path) -> None:
     assert len(what_can_leave(make_engine(folder).optimizer)) == 2 * len(engine.optimizer.trained)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_the_same(folder: Path) -> None:
     wanted, found = (
         checkpoint_shards(trained(make_engine(folder, optimizer=each, dtype="bfloat16")))

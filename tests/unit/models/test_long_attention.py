@@ -16,7 +16,9 @@ LENGTHS = (40, 40, 17, 64, 5)
 
 # mistral: a window; gemma2: a soft cap and a window in every second layer; gpt_oss: sinks and a window in some.
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "layers"])
+@pytest.mark.parametrize(
+    "checkpointing", ["selective", *(pytest.param(each, marks=pytest.mark.slow) for each in ("none", "layers"))]
+)
 def test_blocks_of_queries_give_the_gradient_of_whole_documents(
     tmp_path: Path, family: str, checkpointing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
