@@ -16,7 +16,7 @@ from podium.planning.fixed_data_plans import plan_fixed_data, plan_fixed_data_ru
 from podium.planning.memory import refusal
 from podium.planning.model_shape import shape_of
 from podium.planning.plan_report import Plan, device_notes, listed, memory_values, prediction_values, seconds_text
-from podium.planning.prediction import Prediction
+from podium.planning.prediction import Configuration, Prediction
 from podium.planning.run_costs import Estimate, RunCosts, estimate_costs
 from podium.planning.run_records import configuration_of, opened, program_of, read_records, step_lines, workload_of
 from podium.planning.search import STALENESSES, MeasuredChoices, SearchResult, predicted, search
@@ -62,7 +62,7 @@ def plan_runs(
     run = estimate_costs(first, others=others)
     if steps is not None:
         run = replace(run, workload=replace(run.workload, steps=steps))
-    measured = MeasuredChoices(run.costs_of)
+    measured = MeasuredChoices(run.costs_of, run.workload if run.knows_lanes else None)
     base = predicted(measured, run.workload, run.configuration)
     found = search(
         measured, run.workload, run.configuration, devices=devices or (run.configuration.devices,),
@@ -74,7 +74,7 @@ def plan_runs(
         facts=tuple(_run_facts(run)),
         base=base,
         found=found,
-        notes=tuple(_run_notes(run, found)),
+        notes=(*_run_notes(run, found), *_unmeasured(run, best.configuration)),
         values={
             "run": str(runs[0]), "measured_step_s": run.measured_step_s, "simulated_step_s": run.simulated_step_s,
             "error": run.error, "costs": [_estimate_values(each) for each in run.estimates],
@@ -111,6 +111,35 @@ def _run_notes(run: RunCosts, found: SearchResult) -> list[str]:
         )
     if any(choice.best.configuration.staleness for choice in found.choices):
         notes.append("staleness makes steps faster, and training less on-policy: compare rewards, not only times.")
+    return notes
+
+
+def _unmeasured(run: RunCosts, best: Configuration) -> list[str]:
+    """Which choices of the winner lie outside of what the run measured, and what was not looked at."""
+    base, notes = run.configuration, list[str]()
+    if best.lanes != base.lanes:
+        low, high = run.decoded_lanes or (0.0, 0.0)
+        measured = (
+            f"decoding was measured with {low:.0f} to {high:.0f} lanes"
+            if high
+            else "what a lane costs was found from whole rollouts, not from decoding steps"
+        )
+        outside = " That is outside of it: a straight line was taken." if high and best.lanes > 1.1 * high else ""
+        notes.append(
+            f"rollout.max_running {best.lanes}: {measured}.{outside} Whether the KV cache holds so many was not looked "
+            "at."
+        )
+    if not run.knows_lanes:
+        notes.append("other rollout.max_running were not looked at: this run does not tell what a lane costs.")
+    if best.num_learners != base.num_learners:
+        notes.append(
+            f"{best.num_learners} learners: updates were measured with {base.num_learners}. Their time was taken in "
+            "proportion to the tokens of a learner, without what collectives cost and whether the memory suffices."
+        )
+    notes.append(
+        "other micro_batch_tokens were not looked at: a run with one micro-batch does not tell what another takes. "
+        "`podium plan RECIPE` predicts them from the shape of the model."
+    )
     return notes
 
 

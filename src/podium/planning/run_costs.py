@@ -44,6 +44,8 @@ _ONE_BY_ONE, _WHOLE = 0.75, 0.6
 _REPRODUCED = 0.15
 
 Quality = Literal["measured", "assumed"]
+LANE_COST = "generation, a lane"
+"""The name of an estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,12 @@ class RunCosts:
     repeated_s: float  # measured mean of the steps that the simulation repeats
     simulated_step_s: float  # of these
     num_steps: int
+    decoded_lanes: tuple[float, float] | None = None  # fewest and most lanes of decoding steps that were measured
+
+    @property
+    def knows_lanes(self) -> bool:
+        """Whether the run tells what a lane costs."""
+        return any(each.name == LANE_COST and each.quality == "measured" for each in self.estimates)
 
     def costs_of(self, configuration: Configuration) -> CostModel:
         """Those of a run of that layout, or of one whose learners also have devices of their own, or of this run."""
@@ -154,6 +162,7 @@ def estimate_costs(records: RunRecords, *, others: Sequence[RunRecords] = ()) ->
         repeated_s=statistics.fmean(records.values("step_s")[:repeated]),
         simulated_step_s=_report(costs, workload, configuration, repeated, records.num_before).step_s,
         num_steps=len(records.steps),
+        decoded_lanes=_decoded_lanes(records),
     )
 
 
@@ -350,9 +359,7 @@ def _synchronous_generation(
     quality: Quality = "measured" if steps >= _FEWEST_POINTS else "assumed"
     estimates = [
         Estimate(name="generation, weights", value=line.slope, unit="s", how=how, error=line.error),
-        Estimate(
-            name="generation, a lane", value=line.slope * ratio, unit="s", how=how, error=line.error, quality=quality
-        ),
+        Estimate(name=LANE_COST, value=line.slope * ratio, unit="s", how=how, error=line.error, quality=quality),
         Estimate(name="generation, latency", value=line.constant, unit="s", how=how, error=line.error),
     ]
     return GenerationCost(weights_s=line.slope, lane_s=line.slope * ratio), line.constant, estimates
@@ -398,7 +405,7 @@ def _overlapped_generation(
     kind: Quality = "assumed" if len(alike) > 1 else "measured"
     return generation, 0.0, [
         Estimate(name="generation, weights", value=generation.weights_s, unit="s", how=how, error=errors[ratio]),
-        Estimate(name="generation, a lane", value=generation.lane_s, unit="s", how=how, quality=kind),
+        Estimate(name=LANE_COST, value=generation.lane_s, unit="s", how=how, quality=kind),
     ]  # fmt: skip
 
 
@@ -411,6 +418,12 @@ def _measured_ratio(records: RunRecords) -> float | None:
         return None
     line = fit_line([each.lanes for each in few], [each.step_s for each in few], most_constant=1.0)
     return line.slope / line.constant if line.constant > 0 else None
+
+
+def _decoded_lanes(records: RunRecords) -> tuple[float, float] | None:
+    """Between the 5% of decoding steps with the fewest lanes and the 5% with the most: lines are fitted between."""
+    lanes = sorted(each.lanes for each in decode_points(records))
+    return (lanes[len(lanes) // 20], lanes[-1 - len(lanes) // 20]) if lanes else None
 
 
 def _best_ratio(misfit: Callable[[float], float]) -> float:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches the configurations of a workload: layouts, their devices, staleness, graders, and before a run lanes,
+"""Searches the configurations of a workload: layouts, their devices, staleness, graders, lanes, and before a run
 micro-batches and the sharding of the learner, over any number of devices. A quick look at all of them chooses which are
 simulated. Torch-free."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ _SIMULATED = 2
 _PARTS = 8
 # More graders, other lanes and micro-batches have to gain so much.
 _LEAST_GAIN = 0.03
+# Twice as many lanes as a run had, so many times.
+_LANE_DOUBLINGS = 4
 
 
 class Choices(Protocol):
@@ -41,9 +44,12 @@ class Choices(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredChoices:
-    """Costs of a run, or of several of different layouts. Their records do not say what fits the memory."""
+    """Costs of a run, or of several of different layouts. Their records do not say what fits the memory, and not what
+    another micro-batch would take."""
 
     measured: Callable[[Configuration], CostModel]
+    workload: Workload | None = None
+    """With it other lanes are looked at: the run has told what a lane costs."""
 
     def costs(self, one: Configuration) -> CostModel:
         """The measured ones."""
@@ -54,8 +60,17 @@ class MeasuredChoices:
         return one
 
     def variants(self, one: Configuration) -> Sequence[Configuration]:
-        """As it is."""
-        return (one,)
+        """With half as many lanes, and twice as many while all answers that there can be at a time do not run."""
+        if self.workload is None:
+            return (one,)
+        found, generators = [one], one.devices if one.rollout_devices is None else one.rollout_devices
+        needed = math.ceil(self.workload.episodes * (1 + one.staleness) / generators)
+        lanes = one.lanes
+        while lanes < needed and lanes < one.lanes << _LANE_DOUBLINGS:
+            lanes *= 2
+            found.append(replace(one, lanes=lanes))
+        found += [replace(one, lanes=one.lanes >> halving) for halving in (1, 2) if one.lanes >> halving]
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
