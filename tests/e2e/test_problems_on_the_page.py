@@ -18,6 +18,7 @@ import pytest
 from helpers import problem_runs
 from helpers.on_policy import rl_recipe
 from helpers.workspace import Workspace
+from podium.planning.suggestion import ALARM, SUGGESTION, suggestion_lines
 from podium.ui.server import PageServer
 
 pytestmark = pytest.mark.slow
@@ -90,6 +91,27 @@ def test_an_injected_problem_is_named_and_no_other(
     assert named(found) == {problem}, found
     texts = " ".join(each["text"] for each in found)
     assert all(detail in texts for detail in details), found
+
+
+@pytest.mark.parametrize(
+    ("make", "begins", "has"),
+    [
+        (problem_runs.slow_grader, SUGGESTION, "grading.workers 2 → "),
+        (problem_runs.slow_generator, ALARM, "rollout[1] is slow"),
+        (problem_runs.length_explosion, ALARM, "answers have grown"),
+        (problem_runs.wrong_reward, ALARM, "the reward may pay for something else"),
+    ],
+    ids=["slow grader", "slow generator", "length explosion", "wrong reward"],
+)
+def test_the_end_of_a_run_says_the_same(tmp_path: Path, make: Callable[[Path], Path], begins: str, has: str) -> None:
+    (line,) = suggestion_lines(make(tmp_path))
+
+    assert line.startswith(begins)
+    assert has in line
+
+
+def test_no_more_staleness_is_suggested_to_a_run_with_stale_weights(tmp_path: Path) -> None:
+    assert not any("rollout.staleness" in line for line in suggestion_lines(problem_runs.stale_weights(tmp_path)))
 
 
 def test_nothing_is_wrong_with_a_healthy_run(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def slow_grader(folder: Path) -> Path:
     )
     rollout = {"prompts_per_step": 4, "samples_per_prompt": 4, "max_running": 16}
     recipe = simulated_recipe(folder, rollout=rollout, steps=12, grading={"workers": 2})
-    return simulated(recipe, costs).result.folder
+    return with_gradients(simulated(recipe, costs).result.folder)
 
 
 def stale_weights(folder: Path) -> Path:
@@ -35,7 +35,16 @@ def stale_weights(folder: Path) -> Path:
         folder, placement={"layout": "split", "devices": 2}, rollout={"staleness": 4}, steps=16,
         algorithm={"correction": "none"},
     )  # fmt: skip
-    return simulated(recipe, costs).result.folder
+    return with_gradients(simulated(recipe, costs).result.folder)
+
+
+def with_gradients(run: Path) -> Path:
+    """Simulated learners learn nothing, and gradients of 0 would be a problem of their own."""
+    file = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    changed = [{**line, "grad_norm": 1.0, "loss": 0.1 * (-1) ** line["step"]} for line in lines]
+    file.write_text("".join(json.dumps(line) + "\n" for line in changed))
+    return run
 
 
 def healthy(folder: Path) -> Path:

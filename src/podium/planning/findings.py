@@ -4,17 +4,16 @@ workers wait for, and one change that would be faster. Torch-free."""
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from podium.observe.causes import CAUSES, Cause, is_idle
-from podium.observe.timeline import STEPS, TAIL, TimelineSpan, TimelineWorker
-from podium.observe.timing import NESTED
+from podium.observe.timeline import TimelineSpan, TimelineWorker
 from podium.planning.alarms import Metrics, alarms_of
+from podium.planning.generator_speeds import slow_generators
 from podium.planning.run_records import heldout_lines, newest_spans, opened, program_of, step_lines
 from podium.planning.suggestion import ALARM, SUGGESTION, suggestion_lines
 from podium.recipe import OnPolicyRecipe, Recipe
@@ -22,8 +21,6 @@ from podium.runs.accounting import WorkerTime, worker_times
 
 # Waits below this share of the time after start-up are no finding, nor is a worker that is less busy than this.
 _WAIT, _BUSY = 0.15, 0.6
-# A generator whose engine steps take so many times those of the others is slow; fewer steps than that say nothing.
-_SLOW, _FEWEST_STEPS = 1.5, 20
 # Versions from which on the age of trained answers is said.
 _AGE = 1.5
 _LEARNERS, _GENERATORS, _GRADERS, _RUNNERS = "train", "rollout", "graders", "runners"
@@ -98,31 +95,6 @@ def age_texts(recipe: Recipe, steps: Sequence[tuple[int, Metrics]]) -> Iterator[
     )
 
 
-def slow_generators(spans: Iterable[TimelineSpan]) -> Iterator[str]:
-    """Generators whose engine takes much longer for a step than the others' engines, and does not make more of it."""
-    seconds: dict[str, float] = {}
-    counts: dict[str, tuple[float, float]] = {}  # engine steps and tokens
-    for span in spans:
-        if span.values is None or span.name.rpartition(NESTED)[2] not in (STEPS, TAIL):
-            continue
-        worker, values = span.worker.partition("@")[0], span.values  # also those that took its place
-        seconds[worker] = seconds.get(worker, 0.0) + span.end_s - span.begin_s
-        steps, tokens = counts.get(worker, (0.0, 0.0))
-        counts[worker] = steps + values.get("steps", 0.0), tokens + values.get("generated_tokens", 0.0)
-    kept = [worker for worker, (steps, tokens) in counts.items() if steps >= _FEWEST_STEPS and tokens > 0]
-    step_s = {worker: seconds[worker] / counts[worker][0] for worker in kept}
-    token_s = {worker: seconds[worker] / counts[worker][1] for worker in kept}
-    for worker in kept:
-        usual_s, usual_token_s = _median_of_others(worker, step_s), _median_of_others(worker, token_s)
-        if step_s[worker] > _SLOW * usual_s and token_s[worker] > _SLOW * usual_token_s:
-            others = "the other generator" if len(kept) == 2 else "the others"
-            yield (
-                f"{worker} is slow: it generates {1 / token_s[worker]:.3g} tokens/s while it has work, and "
-                f"{others} {1 / usual_token_s:.3g} (a step of its engine takes {1000 * step_s[worker]:.3g} ms instead "
-                f"of {1000 * usual_s:.3g} ms)"
-            )
-
-
 def wait_texts(times: Sequence[WorkerTime]) -> Iterator[str]:
     """What learners and generators wait for most, and which helpers are busy all the time."""
     by_kind: dict[str, dict[Cause, float]] = {}
@@ -165,7 +137,3 @@ def _wait_text(cause: Cause, shares: Sequence[tuple[str, float]]) -> str:
 def _busy_share(seconds: Mapping[Cause, float]) -> float:
     total = sum(seconds.values())
     return sum(spent for cause, spent in seconds.items() if not is_idle(cause)) / total if total else 0.0
-
-
-def _median_of_others(worker: str, values: Mapping[str, float]) -> float:
-    return statistics.median([each for other, each in values.items() if other != worker] or [math.inf])

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from podium.observe.timeline import TimelineSpan
 from podium.planning.alarms import alarm_of
+from podium.planning.generator_speeds import slow_generators
 from podium.planning.prediction import Configuration, Prediction, Workload, predict
 from podium.planning.run_costs import RunCosts, estimate_costs, num_repeated
-from podium.planning.run_records import heldout_lines, opened, program_of, read_records, step_lines
+from podium.planning.run_records import heldout_lines, newest_spans, opened, program_of, read_records, step_lines
 from podium.planning.search import WAITS
 from podium.recipe import OnPolicyRecipe
 
@@ -23,6 +24,8 @@ ALARM, SUGGESTION = "look at this first: ", "suggestion: "
 _LEAST_GAIN = 0.05
 # Seconds for all of it, and the largest batch that can be simulated in them: it is said at the end of a run.
 _BUDGET_S, _MOST_EPISODES = 1.5, 320
+# Of the timeline, what is looked at for a slow generator.
+_TIMELINE_BYTES = 1 << 18
 # A change that makes no token older is better than one that gains less than twice as much.
 _FRESH = 2.0
 # An idle share that is not less than that has not been the reason.
@@ -58,7 +61,7 @@ def suggestion_lines(run: Path, spans: Sequence[TimelineSpan] | None = None) -> 
         return []
 
 
-def _lines(run: Path, spans: Sequence[TimelineSpan] | None) -> list[str]:
+def _lines(run: Path, known: Sequence[TimelineSpan] | None) -> list[str]:
     folder = opened(run)
     recipe = program_of(folder)
     if not isinstance(recipe, OnPolicyRecipe):
@@ -66,11 +69,14 @@ def _lines(run: Path, spans: Sequence[TimelineSpan] | None) -> list[str]:
     alarm = alarm_of(recipe, step_lines(folder), heldout_lines(folder))
     if alarm is not None:
         return [f"{ALARM}{alarm}"]
+    slow = next(slow_generators(newest_spans(run, _TIMELINE_BYTES) if known is None else known), None)
+    if slow is not None:  # the simulation has generators of one speed
+        return [f"{ALARM}{slow}"]
     if recipe.placement.generator_tensor > 1:  # costs of generators are counted by device
         return []
     if recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt > _MOST_EPISODES:
         return [f"what would be faster: podium plan --from {run}"]
-    found = suggest(estimate_costs(read_records(run, spans)))
+    found = suggest(estimate_costs(read_records(run, known)))
     return [] if found is None else [f"{SUGGESTION}{found.text}"]
 
 
