@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 import threading
 from collections import OrderedDict
@@ -139,12 +140,9 @@ class RunRollouts:
         indexed = {} if index is None else index.indexed()
         if index is None or not indexed:
             return None
-        new: list[int] = []
-        for step in reversed(files):
-            if step in indexed:
-                break
-            new.append(step)
-        older = list(files)[: len(files) - len(new)]
+        steps = list(files)
+        new = list(itertools.takewhile(lambda step: step not in indexed, reversed(steps)))
+        older = steps[: len(steps) - len(new)]
         if len(older) != len(indexed) or any(
             step not in indexed or not indexed[step][0].startswith(f"{self._files.inode(files[step])}-")
             for step in older
@@ -156,14 +154,14 @@ class RunRollouts:
                 break
             rows += self._recent.rows(files[step], step, self._files.inode(files[step]))
         found = index.page(wanted, page=1, size=size, most_s=_SEARCH_S) if len(rows) < size else None
-        rows = [*rows, *(found.rows if found is not None else ())][:size]
+        shown = [*rows, *(found.rows if found is not None else ())][:size]
         counts = (self._recent.count(files[step], self._files.inode(files[step])) for step in new)
         total = sum(counts) + sum(known for _, known in indexed.values())
-        sources = {row["source"] for row in rows if row["source"] is not None} | set(index.sources())
+        sources = {row["source"] for row in shown if row["source"] is not None} | set(index.sources())
         return {
             "total": total,
             "is_whole": True,
-            "rows": rows,
+            "rows": shown,
             "sources": sorted(sources),
             "index": {"done": total, "of": total},
         }

@@ -23,7 +23,7 @@ const TABS = [
   { key: "rollouts", title: "Rollouts", show: showRollouts },
   { key: "examples", title: "Trained tokens", show: showExamples },
   { key: "heldout", title: "Held-out answers", show: showHeldout },
-  { key: "system", title: "System", show: showSystem },
+  { key: "system", title: "Machine", show: showSystem },
   { key: "recipe", title: "Recipe", show: showRecipe },
 ];
 const OF_PIPELINES = ["overview", "recipe"];
@@ -161,7 +161,7 @@ function alarmsOf(run) {
 
 /** The first sentence of a warning, without the step that stands before it. The overview has the whole. */
 function briefly(text) {
-  const whole = text.replace(/^(at )?steps? \d+: /, "");
+  const whole = text.replace(/^(at )?steps? \d+(: | (?=\D))/, "");
   const end = whole.indexOf(". ");
   return end > 0 && end < whole.length - 2 ? `${whole.slice(0, end)} …` : whole;
 }

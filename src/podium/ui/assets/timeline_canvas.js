@@ -106,10 +106,15 @@ function drawLane(pen, worker, state, { left, width, top, place, hatch, ink, wel
       pen.rect(x, y, wide - 3, LANE);
       pen.clip();
       pen.fillStyle = span.idle ? ink : "#fff";
-      pen.fillText(span.name, x + 5, y + LANE / 2 + 0.5);
+      pen.fillText(briefName(span), x + 5, y + LANE / 2 + 0.5);
       pen.restore();
     }
   }
+}
+
+/** Hatching says that a worker waits: the name says for what. */
+function briefName({ name, idle }) {
+  return idle ? name.replace(/^waiting for (the )?/, "") : name;
 }
 
 function shortName(name) {
