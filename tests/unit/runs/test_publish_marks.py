@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from helpers.simulated_runs import simulated, simulated_recipe
-from podium.observe.timeline import CONTROLLER, TimelineSpan, published_version, read_timeline
+from podium.observe.timeline import CONTROLLER, TimelineSpan, is_mark, published_version, read_timeline
 from podium.runs.accounting import worker_times
 from podium.runs.tracing import write_trace
 
@@ -56,3 +56,14 @@ def test_a_mark_is_no_time_of_the_controller(tmp_path: Path) -> None:
 def test_other_names_are_no_marks(name: str) -> None:
     assert published_version(TimelineSpan(CONTROLLER, name, 0.0, 0.0)) is None
     assert published_version(TimelineSpan(CONTROLLER, "published version 12", 0.0, 0.0)) == 12
+
+
+def test_lent_and_recalled_devices_are_marks_in_turn(tmp_path: Path) -> None:
+    changes = {"placement": {"layout": "elastic", "devices": 2}, "rollout": {"staleness": 1}}
+    run = simulated(simulated_recipe(tmp_path, **changes)).result.folder
+    spans = list(read_timeline(run))
+    marks = [span.name for span in spans if is_mark(span) and published_version(span) is None]
+
+    assert marks
+    assert marks == ["devices lent", "devices recalled"] * (len(marks) // 2) + ["devices lent"] * (len(marks) % 2)
+    assert worker_times(spans) == worker_times([span for span in spans if not is_mark(span)])
