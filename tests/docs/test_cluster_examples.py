@@ -20,7 +20,7 @@ def test_the_script_for_slurm_is_a_shell_script() -> None:
 
 
 def test_the_job_for_kubernetes_has_the_devices_that_it_trains_on() -> None:
-    job: dict[str, Any] = yaml.safe_load((FOLDER / "rayjob.yaml").read_text())
+    job: dict[str, Any] = yaml.safe_load((FOLDER / "rayjob.yml").read_text())
     cluster = job["spec"]["rayClusterSpec"]
     groups = [(1, cluster["headGroupSpec"]), *((each["replicas"], each) for each in cluster["workerGroupSpecs"])]
     devices = 0

@@ -428,6 +428,11 @@ _RUN = {
         "nnodes num_nodes actor_num_nodes",
         KeyHint("placement.devices", "of all nodes and roles together"),
     ),
+    **_same("tensor_parallel_size", KeyHint("placement.policy.tensor", "of the devices that train")),
+    **_same(
+        "tensor_model_parallel_size vllm_tensor_parallel_size",
+        KeyHint("placement.generator.tensor", "devices of each generator, with layout split"),
+    ),
     **_same("use_cpu no_cuda", KeyHint("placement.device", "cpu, cuda or auto")),
     **_same("ddp_timeout", KeyHint("placement.timeout_s", "seconds")),
 }
@@ -439,8 +444,8 @@ KEYS: Mapping[str, tuple[KeyHint, ...]] = (
 
 WITHOUT: Mapping[str, str] = {
     **dict.fromkeys(
-        ("tensor_model_parallel_size", "tensor_parallel_size", "vllm_tensor_parallel_size", "pipeline_parallel_size"),
-        "runs shard weights over devices and do not split layers. Remove it",
+        ("pipeline_parallel_size", "pipeline_model_parallel_size"),
+        "layers are not spread over devices in stages. Remove it",
     ),
     **dict.fromkeys(
         ("deepspeed", "zero_stage", "fsdp", "fsdp_config", "strategy", "param_offload", "fsdp_size"),
@@ -456,7 +461,7 @@ WITHOUT: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("ulysses_sequence_parallel_size", "context_parallel_size", "ring_attn_size", "sequence_parallel_size"),
-        "a sequence is never split over devices. Remove it",
+        "only programs on fixed data divide a sequence, by their context axis. Remove it",
     ),
     **dict.fromkeys(
         ("project_name", "wandb_project"),
