@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,10 +26,9 @@ from podium.environments.reward_columns import require_reward_columns
 from podium.environments.rewards import check_rewards, declared_reward
 from podium.environments.signatures import require_options
 from podium.errors import PodiumError, RecipeError, counted
-from podium.models import context_plan
+from podium.mesh_checks import check_generator_mesh, check_mesh
 from podium.models.adapter_folder import check_adapter
 from podium.models.folder import check_model_folder, check_speaks, read_config
-from podium.models.tensor_plan import KEY, MODEL_TYPES, possible_sizes, undivided, unsupported_type
 from podium.observe.row_progress import RowProgress
 from podium.observe.tracking import TRACKERS, require_tracker
 from podium.recipe import (
@@ -53,9 +51,7 @@ from podium.recipe import (
 )
 from podium.recipe.definitions import definition_of
 from podium.recipe.dense import CustomPreference
-from podium.recipe.generator_mesh import KEY as GENERATOR_KEY
 from podium.recipe.losses import PAIR_INPUTS, TOKEN_INPUTS, declared_inputs
-from podium.recipe.policy_mesh import PolicyMeshSection, nearest
 from podium.recipe.programs import wrong_kind
 from podium.recipe.schema import NewTokensSection
 
@@ -140,70 +136,11 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
             yield partial(check_speaks, model_beside.path, model_beside.key)
     if not isinstance(recipe, RewardModelRecipe):
         yield lambda: check_speaks(model.path, "model.path")
-    policy = recipe.placement.policy
-    if isinstance(policy, PolicyMeshSection) and policy.tensor > 1:
-        yield partial(_check_tensor_axis, policy, recipe.placement.training_devices, recipe)
-    if isinstance(policy, PolicyMeshSection) and policy.context > 1:
-        yield partial(_check_context_axis, recipe)
-    if isinstance(recipe, OnPolicyRecipe) and recipe.placement.generator_tensor > 1:
-        yield partial(_check_generator, recipe)
-
-
-def _text_configs(recipe: Recipe) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Key, path and config of the policy and of every model that is placed beside it. A folder without a config is
-    another look's; a hub id's is read by the run, before its first step."""
-    models = {"model.path": recipe.model.path} | {other.key: other.path for other in _other_models(recipe)}
-    for key, path in models.items():
-        if (Path(path) / "config.json").is_file():
-            config = read_config(Path(path), key)
-            yield key, path, config.get("text_config") or config
-
-
-def _check_context_axis(recipe: Recipe) -> None:
-    """That the tokens of all models can be divided over the context axis."""
-    for key, _, config in _text_configs(recipe):
-        reason = context_plan.unsupported_type(str(config.get("model_type")))
-        if reason is not None:
-            raise RecipeError(f"{context_plan.KEY}: {key}: {reason}")
-
-
-def _check_generator(recipe: OnPolicyRecipe) -> None:
-    """That so many devices can hold a generator together. A folder without a config is another look's."""
-    size, path = recipe.placement.generator_tensor, Path(recipe.model.path)
-    if not (path / "config.json").is_file():
-        return
-    config = read_config(path, "model.path")
-    config = config.get("text_config") or config
-    if recipe.rollout.engine == "vllm":  # it copies key-value heads to ranks that would have none
-        config = {"num_attention_heads": config.get("num_attention_heads")}
-    elif config.get("model_type") not in MODEL_TYPES:
-        raise RecipeError(
-            f"{GENERATOR_KEY}: {config.get('model_type')} is not among the architectures that the native engine "
-            f"divides ({', '.join(MODEL_TYPES)}). Remove it, or use rollout.engine vllm."
-        )
-    left = undivided(config, size)
-    if left:
-        apart = recipe.placement.rollout_devices or recipe.placement.devices // 2
-        fits = [each for each in possible_sizes(config, apart) if apart % each == 0]
-        best = min(fits, key=lambda each: (abs(math.log(each / size)), each))
-        raise RecipeError(
-            f"{GENERATOR_KEY}: {size} does not divide {' and '.join(left)} of model.path ({path}). Use {best}."
-        )
-
-
-def _check_tensor_axis(policy: PolicyMeshSection, devices: int, recipe: Recipe) -> None:
-    """That all models can be divided over the tensor axis."""
-    for key, path, config in _text_configs(recipe):
-        reason = unsupported_type(str(config.get("model_type")))
-        if reason is not None:
-            raise RecipeError(f"{KEY}: {key}: {reason}")
-        left = undivided(config, policy.tensor)
-        if left:
-            fits = nearest(policy, devices, possible_sizes(config, devices))
-            raise RecipeError(
-                f"{KEY}: {policy.tensor} does not divide {' and '.join(left)} of {key} ({path}). Use "
-                f"placement.policy {fits}."
-            )
+    yield lambda: check_mesh(
+        recipe, {"model.path": model.path, **{each.key: each.path for each in _other_models(recipe)}}
+    )
+    if isinstance(recipe, OnPolicyRecipe):
+        yield lambda: check_generator_mesh(recipe)
 
 
 def _check_kind(recipe: CustomSpmdRecipe | CustomOnPolicyRecipe) -> None:

@@ -16,7 +16,7 @@ SOURCE = Path(podium.__file__).parent
 LAYERS = (
     "errors", "disk", "importing", "progress", "recipe", "observe", "algorithms", "data", "environments", "models",
     "engine", "weights", "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "planning",
-    "dry_run", "ui", "checks", "memory_checks",
+    "dry_run", "ui", "mesh_checks", "checks", "memory_checks",
     "pipeline_checks", "python_hints", "python_objects", "recipe_arguments", "generating", "execution", "evaluating",
     "replaying", "drafting", "trying", "api", "commands", "cli", "supervising",
 )  # fmt: skip
@@ -35,6 +35,7 @@ TORCH_FREE = (
     "planning",
     "checks",
     "memory_checks",
+    "mesh_checks",
     "pipeline_checks",
     "python_hints",
     "python_objects",
