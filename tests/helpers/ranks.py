@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from helpers.engines import LENGTHS, make_engine, num_trained, random_documents
 from podium.algorithms.dense import token_cross_entropy
@@ -73,6 +74,7 @@ def mesh_of(place: RankPlace) -> Iterator[Mesh]:
         yield mesh
     finally:
         leave(mesh)
+        _clear_sharding_prop_cache()  # else parameters of an equal mesh get this one, whose groups are gone
 
 
 def ranks_in_turn(place: RankPlace, calls: Sequence[RankCall]) -> list[Any]:
