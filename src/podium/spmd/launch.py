@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import threading
@@ -222,7 +223,18 @@ def _run_agent(outcome: _Outcome, entry: _RankEntry, ranks: int) -> None:
 
 
 def _run_entry(entry: _RankEntry) -> Any:
-    return entry()
+    return _ByValue(entry())
+
+
+class _ByValue:
+    """A result that the launcher gets as it is. Torch would pass each of its tensors as an open file, and a process can
+    hold so many of these only."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (pickle.dumps(self._value),)
 
 
 def _end_with_parent(parent: int) -> None:

@@ -6,14 +6,17 @@ from __future__ import annotations
 import os
 import re
 import signal
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.multiprocessing
 
 from podium.errors import CheckpointError, DataError, LaunchError
-from podium.spmd.launch import RankPlace, StopRequest, _first_failure, launch, place_under_torchrun
+from podium.spmd.launch import RankPlace, StopRequest, _ByValue, _first_failure, launch, place_under_torchrun
 
 ONE_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
 
@@ -133,3 +136,12 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         assert request.requested
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_tensors_of_a_result_come_as_values_and_hold_no_file() -> None:
+    value = {"weights": torch.arange(6.0).view(2, 3), "step": 3}
+    sent = bytes(ForkingPickler.dumps(_ByValue(value)))  # as multiprocessing's queue does it
+    assert b"rebuild_storage_fd" not in sent
+    arrived = ForkingPickler.loads(sent)
+    assert arrived["step"] == 3
+    assert arrived["weights"].tolist() == value["weights"].tolist()
