@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from podium.errors import RolloutError
 from podium.models.causal_lm import PackedCausalLM
+from podium.models.compiling import uncompiled
 from podium.rollout.native.block_manager import BlockCopy
 from podium.rollout.native.slots import Arrangement
 
@@ -72,7 +73,7 @@ def attention_layers(model: PackedCausalLM, device: torch.device) -> tuple[list[
     model, so that no architecture's config needs to be interpreted."""
     noted = _Shapes()
     one = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    with torch.compiler.set_stance("force_eager"):
+    with uncompiled():
         model.hf.get_decoder()(input_ids=one, position_ids=one, use_cache=False, packing=noted)
     if len(noted.modules) != len(model.layers) or len(set(map(id, noted.modules))) != len(noted.modules):
         raise RolloutError(

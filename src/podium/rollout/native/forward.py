@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from podium.data.routed_experts import RouterShape
 from podium.models.causal_lm import PackedCausalLM
+from podium.models.compiling import uncompiled
 from podium.models.cost import has_experts
 from podium.models.device import onednn_off
 from podium.models.head import next_token_scores
@@ -142,7 +143,7 @@ class ModelForward:
     def _kernels(self) -> AbstractContextManager[None]:
         """Disables compiled layers, which would be compiled again for every shape of a step."""
         if self.device.type == "cuda":
-            return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+            return uncompiled()
         if self._feeds_twice:
             return onednn_off()
         return nullcontext()

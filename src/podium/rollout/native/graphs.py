@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from podium.data.routed_experts import RouterShape
 from podium.models.causal_lm import PackedCausalLM
+from podium.models.compiling import uncompiled
 from podium.models.head import full_logits, shaped_scores
 from podium.models.routing import Routing
 from podium.rollout.native.cache import KVCache
@@ -228,7 +229,7 @@ class GraphRunner:
         cut = cut_for(int(self._rows.length_R[rows].max()) - 1, self._device)
         key = (lanes, cut.shape)
         if key not in self._graphs:
-            with nullcontext() if self._compiled else torch.compiler.set_stance("force_eager"):
+            with nullcontext() if self._compiled else uncompiled():
                 self._capture(key, cut)
         self._graphs[key].replay()
         self._narrow(rows, self._logits[key])
