@@ -8,7 +8,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VERL_VENV ?= .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
-.PHONY: install install-vllm install-verl demo bytecode test test-parallel-and-serial test-parallel test-serial test-slow test-slow-parallel test-slow-serial test-soak test-vllm test-verl test-all chaos lint types format clean docs docs-reference docs-serve
+.PHONY: install install-vllm install-verl demo bytecode test test-parallel-and-serial test-parallel test-serial test-slow test-slow-parallel test-slow-serial test-slow-again test-soak test-vllm test-verl test-all chaos lint types format clean docs docs-reference docs-serve
 
 install: $(INSTALLED)
 
@@ -46,20 +46,31 @@ test-serial: $(INSTALLED)  ## what needs Ray or a steady clock
 	$(BIN)/python -m pytest -q -m "$(FAST) and serial"
 
 test-slow: bytecode  ## the rest: several ranks, kills, restarts
-	$(MAKE) --no-print-directory -j 2 test-slow-parallel test-slow-serial
+	$(MAKE) --no-print-directory -k -j 2 test-slow-parallel test-slow-serial || $(MAKE) --no-print-directory test-slow-again
 
-# Kills, restarts and deadlines beside other work: what fails is tried once more, and fails if it fails again.
+# Kills, restarts and deadlines beside other work: what fails is tried once more, alone, and fails if it fails again.
 # SLOW_SECONDS skips what has not begun by then: CI has a limit.
 SLOW_LIMIT = $(if $(SLOW_SECONDS),--begin-within-s $(SLOW_SECONDS))
 AGAIN := --last-failed --last-failed-no-failures none
 SLOW_PARALLEL := --timeout 600 --durations=30 -o cache_dir=.pytest_cache/slow-parallel -m "$(SLOW) and not serial"
 SLOW_SERIAL := --durations=30 -o cache_dir=.pytest_cache/slow-serial -m "$(SLOW) and serial"
+# How a part ended: only failed tests (pytest's exit code 1) are tried again.
+NOTE_END = && touch $(1)/passed || { code=$$?; test $$code != 1 || touch $(1)/failed; exit $$code; }
+BEGIN = mkdir -p $(1) && rm -f $(1)/passed $(1)/failed
+PARALLEL_END := .pytest_cache/slow-parallel-end
+SERIAL_END := .pytest_cache/slow-serial-end
 
 test-slow-parallel: $(INSTALLED)  ## beside the serial ones, with twice the usual time for a test
-	$(BIN)/python -m pytest -q $(SLOW_PARALLEL) $(SLOW_LIMIT) || $(BIN)/python -m pytest -q $(SLOW_PARALLEL) $(AGAIN)
+	@$(call BEGIN,$(PARALLEL_END))
+	$(BIN)/python -m pytest -q $(SLOW_PARALLEL) $(SLOW_LIMIT) $(call NOTE_END,$(PARALLEL_END))
 
 test-slow-serial: $(INSTALLED)  ## what needs Ray or a steady clock
-	$(BIN)/python -m pytest -q $(SLOW_SERIAL) $(SLOW_LIMIT) || $(BIN)/python -m pytest -q $(SLOW_SERIAL) $(AGAIN)
+	@$(call BEGIN,$(SERIAL_END))
+	$(BIN)/python -m pytest -q $(SLOW_SERIAL) $(SLOW_LIMIT) $(call NOTE_END,$(SERIAL_END))
+
+test-slow-again: $(INSTALLED)  ## what failed the last time
+	test -e $(PARALLEL_END)/passed || { test -e $(PARALLEL_END)/failed && $(BIN)/python -m pytest -q $(SLOW_PARALLEL) $(AGAIN); }
+	test -e $(SERIAL_END)/passed || { test -e $(SERIAL_END)/failed && $(BIN)/python -m pytest -q $(SLOW_SERIAL) $(AGAIN); }
 
 test-soak: $(INSTALLED)  ## kills at more moments, longer sweeps of simulated schedules
 	$(BIN)/python -m pytest -q --timeout 600 -m "soak and not gpu"

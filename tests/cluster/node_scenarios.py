@@ -27,7 +27,7 @@ from ray.core.generated import autoscaler_pb2
 from ray.util.placement_group import placement_group, placement_group_table
 
 from helpers.clusters import next_death
-from helpers.processes import descendants, wait_until
+from helpers.processes import outside_listeners_of, wait_until
 from helpers.roles import Batch, Counter, Request, Summer, ids
 from podium.cluster import Cluster, Layout, MeshShape, Pool, RayCluster, Resources, RoleSpec, Workers, open_ray
 from podium.cluster.keepalive import KeepAlive
@@ -375,28 +375,6 @@ async def local(folder: Path) -> dict[str, float]:
         print(json.dumps({"workers": pids, "outside": sorted(outside_listeners_of(os.getpid()))}), flush=True)
         await group.call_all(Counter.wait_for, str(folder / "never"))
     raise AssertionError("nobody killed this")
-
-
-def outside_listeners_of(root: int) -> set[str]:
-    """Listening TCP sockets of a process and those below it whose address is not loopback. (Those of the whole
-    machine are not only ours.)"""
-    ours = set()
-    for process in (root, *descendants(root)):
-        for entry in Path(f"/proc/{process}/fd").glob("*"):
-            try:
-                target = os.readlink(entry)
-            except OSError:
-                continue
-            if target.startswith("socket:["):
-                ours.add(target[len("socket:[") : -1])
-    found = set()
-    loopback = ("0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF0000" + "0100007F")
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in ours and not fields[1].startswith(loopback):
-                found.add(fields[1])
-    return found
 
 
 def run_of(folder: Path, name: str, **placement: Any) -> dict[str, Any]:

@@ -124,3 +124,25 @@ def spawned_children(launcher: int | None = None) -> list[int]:
                 if int(parent) == launcher and state != "Z" and b"spawn_main" in command:
                     found.append(int(entry.name))
     return sorted(found)
+
+
+def outside_listeners_of(root: int) -> set[str]:
+    """Listening TCP sockets of a process and those below it whose address is not loopback. (Those of the whole
+    machine are not only ours.)"""
+    ours = set()
+    for process in (root, *descendants(root)):
+        for entry in Path(f"/proc/{process}/fd").glob("*"):
+            try:
+                target = os.readlink(entry)
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                ours.add(target[len("socket:[") : -1])
+    found = set()
+    loopback = ("0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF0000" + "0100007F")
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in ours and not fields[1].startswith(loopback):
+                found.add(fields[1])
+    return found

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from helpers.engines import LENGTHS, make_engine, num_trained, random_documents
+from helpers.processes import outside_listeners_of
 from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import Document, PackedBatch, pack
 from podium.engine.addresses import FileMeeting
@@ -202,7 +203,7 @@ def answering_rank(place: RankPlace, factor: int) -> int:
 
 
 def listening_rank(place: RankPlace) -> set[str]:
-    """What listens beyond loopback on this machine while the ranks have met."""
+    """What of the launching process and its ranks listens beyond loopback while they have met."""
     mesh = join(
         PlacementSection(device="cpu"),
         rank=place.rank,
@@ -211,21 +212,7 @@ def listening_rank(place: RankPlace) -> set[str]:
         meeting=place.meeting,
     )
     mesh.barrier()
-    found = outside_listeners()
+    found = outside_listeners_of(os.getppid())
     mesh.barrier()
     leave(mesh)
-    return found
-
-
-def outside_listeners() -> set[str]:
-    """Listening TCP sockets whose address is not loopback, as the kernel lists them."""
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            address, state = line.split()[1], line.split()[3]
-            is_loopback = address.startswith(
-                ("0100007F", "00000000000000000000000001000000", "0" * 16 + "FFFF0000" + "0100007F")
-            )
-            if state == "0A" and not is_loopback:
-                found.add(address)
     return found
