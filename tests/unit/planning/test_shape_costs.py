@@ -69,7 +69,7 @@ def test_decoding_steps_recorded_on_an_h200(size: str, lanes: int, context: int,
 
 def test_a_grpo_step_recorded_on_an_h200_and_its_misses() -> None:
     """64 answers of 256 tokens: recorded 650 ms of rollout, 277 ms of update, 65 ms of publish and 1.036 s of step, of
-    which 49 ms are grading and the controller, which a shape does not tell. The update has two micro-batches of 12.7k
+    which 42 ms are grading, which a shape does not tell. The update has two micro-batches of 12.7k
     tokens, whose activations, logits and sums of gradients take 23.6 GiB; the KV cache has 28 GiB."""
     shape = qwen("0.6b")
     update = UpdateShape(passes=2, update_bytes=int(23.6 * 2**30), cache_bytes=28 * 2**30)
@@ -79,9 +79,9 @@ def test_a_grpo_step_recorded_on_an_h200_and_its_misses() -> None:
     update_s, publish_s = costs.update.update_s(64 * 256, devices=1), 2 * costs.switch_s - latency_s
 
     assert rollout_s / 0.650 == pytest.approx(0.93, abs=0.02)  # still too low
-    assert update_s / 0.277 == pytest.approx(0.92, abs=0.02)  # still too low
+    assert update_s / 0.277 == pytest.approx(0.95, abs=0.02)  # still too low, with 7 ms of the controller
     assert publish_s == pytest.approx(0.065, rel=0.03)  # chosen by it
-    assert rollout_s + update_s + publish_s + 0.049 == pytest.approx(1.036, rel=0.08)
+    assert rollout_s + update_s + publish_s + 0.042 == pytest.approx(1.036, rel=0.08)
 
 
 FLAT = Device(
