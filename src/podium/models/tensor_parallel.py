@@ -33,11 +33,14 @@ def divide_model(model: PackedCausalLM | PackedScalarLM, axis: TensorAxis) -> No
     """Keeps this rank's part of every layer that the plan divides, in place. Raises an error if the plan does not allow
     it."""
     division = _Division(model.hf, axis)
-    for style, module in _planned(model.hf):
+    planned = _planned(model.hf)
+    for style, module in planned.values():
         if style == _SUMMED:
             division.sum_gradients(module)
         else:
             division.linear(module, style)
+    for owner in {name.rpartition(".")[0] for name, (style, _) in planned.items() if style in _COLWISE}:
+        division.share_input(model.hf.base_model.get_submodule(owner))
     embedding, head = model.hf.get_input_embeddings(), None
     if isinstance(model, PackedCausalLM):
         head = model.hf.get_output_embeddings()
@@ -53,8 +56,8 @@ def divide_model(model: PackedCausalLM | PackedScalarLM, axis: TensorAxis) -> No
     model.split = division.apply()
 
 
-def _planned(hf: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """The modules of the body that the plan names, with how it divides each."""
+def _planned(hf: PreTrainedModel) -> dict[str, tuple[str, nn.Module]]:
+    """The modules of the body that the plan names, with how it divides each, by their names in the body."""
     config = hf.config.get_text_config()
     plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     if (reason := unsupported_type(config.model_type)) is not None:
@@ -80,7 +83,7 @@ def _planned(hf: PreTrainedModel) -> list[tuple[str, nn.Module]]:
                 f"{KEY}: the plan of this version of transformers leaves out {name}, whose gradient each rank would "
                 f"have for its own heads only. Update transformers (tested: 5.22)."
             )
-    return list(found.values())
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +117,8 @@ class _Division:
             for inner, outer in adapters:
                 self._summed.add(id(inner.weight))
                 self._cut(outer.weight, 0)
-            _wrap(module, _by_outputs(module.forward, self._axis, joins=style != "colwise"))
+            if style != "colwise":
+                _wrap(module, _joined(module.forward, self._axis))
         else:
             self._cut(base.weight, 1)
             for inner, outer in adapters:
@@ -125,6 +129,11 @@ class _Division:
                 _wrap(base, lambda inputs: F.linear(inputs, base.weight))
                 inside = base.forward if module is base else module.forward
             _wrap(module, _by_inputs(inside, base, self._axis, divides=style != "rowwise"))
+
+    def share_input(self, owner: nn.Module) -> None:
+        """A module (attention or MLP) that uses its input only for layers divided by their outputs. These have a part
+        each of the input's gradient, which is added up once for all of them."""
+        owner.register_forward_pre_hook(_copied_input(self._axis), with_kwargs=True)
 
     def embedding(self, embedding: nn.Embedding) -> None:
         """The look-up of a part of the vocabulary: other tokens get zeros, and the sum over the ranks has them all."""
@@ -186,10 +195,19 @@ def _wrap(module: nn.Module, forward: Callable[..., Tensor]) -> None:
     module.forward = forward
 
 
-def _by_outputs(inside: Callable[..., Tensor], axis: TensorAxis, *, joins: bool) -> Callable[..., Tensor]:
-    def forward(inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        outputs = inside(copy_to_axis(inputs, axis), *args, **kwargs)
-        return gather_from_axis(outputs, axis) if joins else outputs
+def _copied_input(axis: TensorAxis) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+    def copied(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if args:
+            return (copy_to_axis(args[0], axis), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": copy_to_axis(kwargs["hidden_states"], axis)}
+
+    return copied
+
+
+def _joined(inside: Callable[..., Tensor], axis: TensorAxis) -> Callable[..., Tensor]:
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        joined: Tensor = gather_from_axis(inside(*args, **kwargs), axis)
+        return joined
 
     return forward
 

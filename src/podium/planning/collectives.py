@@ -131,19 +131,21 @@ def _of_shards(part: ModelShape, sizes: MeshSizes, itemsize: int) -> Iterator[Co
 def _of_tensors(
     shape: ModelShape, sizes: MeshSizes, tokens: int, itemsize: int, checkpointed: bool
 ) -> Iterator[Collective]:
-    """Tensor parallelism in one micro-batch: a layer divided by its inputs sums its outputs in the forward pass, and
-    one divided by its outputs sums the gradient of its inputs. A recomputed layer sums again, but for the last sum,
-    which nothing in the layer needs."""
+    """Tensor parallelism in one micro-batch: a matrix divided by its inputs sums its outputs in the forward pass. Those
+    divided by their outputs sum the gradient of their input, in attention and in the MLP once for all. A recomputed
+    layer sums again, but for the last sum, which nothing in the layer needs."""
     states = tokens * shape.hidden * itemsize
     linear = [each for each in shape.tensors if each.in_layer and len(each.shape) == 2 and each.part != "adapter"]
-    by_outputs = sum(each.count for each in linear if divides_outputs(each))
+    inputs = sum(
+        max((each.count for each in linear if each.part == part and divides_outputs(each)), default=0)
+        for part in ("attention", "mlp")
+    )
     by_inputs = sum(each.count for each in linear if divides_inputs(each))
     again = by_inputs - shape.num_layers if checkpointed else 0
     embedding = next(each for each in shape.tensors if each.part == "embedding")
     if not embedding.is_trained:  # nothing needs the gradient of the first layer's input
-        attention = sum(each.count for each in linear if each.part == "attention" and divides_outputs(each))
-        by_outputs -= attention // shape.num_layers
-    sums = by_outputs + by_inputs + again + (1 if embedding.shape[0] % sizes.tensor == 0 else 0)
+        inputs -= 1
+    sums = inputs + by_inputs + again + (1 if embedding.shape[0] % sizes.tensor == 0 else 0)
     num_bytes = sums * states
     if shape.num_labels is None:  # of each chunk the largest score, then two sums; and the gradient of the states
         sums += 2 * math.ceil(tokens / HEAD_CHUNK) + 1

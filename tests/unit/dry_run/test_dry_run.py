@@ -52,9 +52,9 @@ def test_a_rank_of_eight_by_hand(tmp_path: Path) -> None:
     # Four ranks with different data take 128 tokens of 512 each, in two micro-batches.
     assert (counted.split.micro_batches, counted.split.tokens) == (2, 64)
     states = 64 * 64 * 2  # hidden states of a micro-batch in bfloat16
-    # Forward: two sums a layer and the embedding's. Backward: q, k, v, gate and up each sum the gradient of their
-    # input. The head: largest scores, two sums of each token, and the gradient of its input.
-    sums = 2 * (2 + 5) + 1 + 1
+    # Forward: two sums a layer and the embedding's. Backward: the gradient of the input of q, k and v, and of that of
+    # gate and up. The head: largest scores, two sums of each token, and the gradient of its input.
+    sums = 2 * (2 + 2) + 1 + 1
     assert by_name(counted.collectives) == {
         "all-gather shard": (2, 2 * 5, 2 * 2 * (2 * layers + outside)),
         "reduce-scatter shard": (2, 2 * 3, 2 * 4 * (layers + outside)),
