@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from helpers.engines import LENGTHS, make_engine, num_trained, random_documents
+from helpers.engines import LENGTHS, make_engine, num_trained, random_documents, relative_l2
 from helpers.ranks import EMPTY, OPTIMIZER, all_on_rank_0, dealt, mesh_of, two_steps, whole_gradient, whole_state
 from podium.algorithms.dense import token_cross_entropy
 from podium.engine.checkpoint import CheckpointWriter, newest_usable
@@ -26,6 +27,7 @@ from podium.weights.published import PublishedWeights
 from podium.weights.receiving import verify_in_place
 from podium.weights.whole_copy import WholeCopy
 
+SAME = 1e-5
 LORA = {"rank": 4, "alpha": 8.0}
 
 
@@ -39,6 +41,8 @@ class MeshTask:
     adapted: tuple[Path, ...]  # with an adapter
     saves: Path
     loads: tuple[Path, ...] = ()
+    newest: int | None = None  # loads so many of the newest folders on each mesh; None: all
+    timeout_s: float = 120.0  # of a collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,12 +70,12 @@ class OnMesh:
 
 def mesh_rank(place: RankPlace, task: MeshTask) -> dict[str, OnMesh]:
     """All meshes in turn, over one process group."""
-    with mesh_of(place) as ranks:
+    with mesh_of(place, timeout_s=task.timeout_s) as ranks:
         results, loads = {}, list(task.loads)
         for sizes in task.shapes:
-            mesh = with_axes(ranks, sizes, timeout_s=120)
+            mesh = with_axes(ranks, sizes, timeout_s=task.timeout_s)
             folder = task.saves / name_of(sizes)
-            results[name_of(sizes)] = _on(mesh, task, folder, loads)
+            results[name_of(sizes)] = _on(mesh, task, folder, loads[-(task.newest or len(loads)) :])
             loads.append(folder)
         return results
 
@@ -139,3 +143,18 @@ def published(engine: TrainEngine, section: ModelSection) -> str:
     copy.refill()
     verify_in_place(copy.tensors, version)
     return version.fingerprint
+
+
+def require_same(found: OfModel, wanted: OfModel) -> None:
+    """The numbers of one rank."""
+    assert relative_l2(found.gradient, wanted.gradient) < SAME
+    assert relative_l2(found.lopsided, wanted.gradient) < SAME
+    assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=SAME)
+    assert found.losses == pytest.approx(wanted.losses, rel=SAME)
+    assert found.version == wanted.version
+    assert found.gap < 1e-4
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    """Equal bit for bit."""
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)

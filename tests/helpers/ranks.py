@@ -60,12 +60,12 @@ class GroupResult:
 
 
 @contextmanager
-def mesh_of(place: RankPlace) -> Iterator[Mesh]:
+def mesh_of(place: RankPlace, timeout_s: float = 120) -> Iterator[Mesh]:
     """The mesh of this rank over gloo. Ranks meet over a file: tests that run at the same time share no port."""
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
     mesh = join(
-        PlacementSection(device="cpu", timeout_s=120),
+        PlacementSection(device="cpu", timeout_s=timeout_s),
         rank=place.rank,
         world=place.world,
         local_rank=0,
