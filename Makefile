@@ -25,7 +25,7 @@ demo: $(INSTALLED)  ## teach a tiny model sums by imitation, then by reinforceme
 	$(BIN)/python examples/arithmetic/summary.py demo/runs/arithmetic/sft demo/runs/arithmetic/grpo
 
 FAST := not slow and not gpu and not verl and not trl and not trackers and not browser
-SLOW := slow and not soak and not gpu and not trl and not trackers
+SLOW := slow and not soak and not gpu and not trl and not trackers and not jobs
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Also where PYTHONDONTWRITEBYTECODE is set: the tests start hundreds of processes, and each would compile Podium again.
@@ -174,3 +174,19 @@ $(TRACKERS_INSTALLED): constraints-trackers.txt
 
 test-trackers: $(TRACKERS_INSTALLED)  ## trackers with the real packages, in their offline modes
 	$(TRACKERS_VENV)/bin/python -m pytest -q -m trackers tests/trackers
+
+JOBS_VENV ?= .venv-jobs
+JOBS_INSTALLED := $(JOBS_VENV)/.installed
+
+.PHONY: install-jobs test-jobs
+
+install-jobs: $(JOBS_INSTALLED)  ## an environment of its own, with Ray's job server
+
+$(JOBS_INSTALLED): tests/jobs/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(JOBS_VENV)
+	$(JOBS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/jobs/requirements.txt
+	$(JOBS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-jobs: $(JOBS_INSTALLED)  ## runs as jobs of a Ray cluster: ray job submit, logs and stop
+	$(JOBS_VENV)/bin/python -m pytest -q -m jobs tests/jobs
