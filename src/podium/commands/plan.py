@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -66,14 +66,11 @@ def plan(
             raise typer.BadParameter("--calibrate measures this machine: give no recipe and no --from with it")
         _calibrate("cpu" if device == "cpu" else "auto")
         return
-    if (recipe is None) == (not runs):
-        raise typer.BadParameter("give a recipe, or a run with --from")
     before = {
         "--set": overrides, "--device": device, "--prompt-tokens": prompt_tokens, "--answer-tokens": answer_tokens,
         "--grading": grading,
     }  # fmt: skip
-    if runs and (unused := [name for name, value in before.items() if value is not None]):
-        raise typer.BadParameter(f"{', '.join(unused)}: only with a recipe. A run tells that itself; leave it out")
+    _require_recipe_or_runs(recipe, runs, before)
     if dry_run:
         others = {**before, "--set": None, "--device": None, "--from": runs, "--devices": devices, "--steps": steps}
         if recipe is None or (unused := [name for name, value in others.items() if value]):
@@ -95,11 +92,20 @@ def plan(
             loaded, _device(loaded, device), devices=numbers, stalenesses=staleness or STALENESSES,
             assumptions=assumptions, steps=steps,
         )  # fmt: skip
-    if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=1))
-        return
-    for line in found.lines():
-        typer.echo(line)
+    _show(found.as_json() if as_json else found.lines())
+
+
+def _require_recipe_or_runs(recipe: Path | None, runs: list[Path] | None, before: Mapping[str, object]) -> None:
+    """One of both, and with runs none of the options that are about a recipe."""
+    if (recipe is None) == (not runs):
+        raise typer.BadParameter("give a recipe, or a run with --from")
+    if runs and (unused := [name for name, value in before.items() if value is not None]):
+        raise typer.BadParameter(f"{', '.join(unused)}: only with a recipe. A run tells that itself; leave it out")
+
+
+def _show(found: Mapping[str, object] | Sequence[str]) -> None:
+    """JSON, or lines."""
+    typer.echo(json.dumps(found, indent=1) if isinstance(found, Mapping) else "\n".join(found))
 
 
 def _dry_run(recipe: Recipe, device: str | None, *, as_json: bool) -> None:
@@ -113,11 +119,7 @@ def _dry_run(recipe: Recipe, device: str | None, *, as_json: bool) -> None:
     from podium.planning.fixed_data_plans import mesh_facts
 
     chosen, counted = mesh_facts(recipe, found), dry_run(recipe, found)
-    if as_json:
-        typer.echo(json.dumps(counted.as_json(), indent=1))
-        return
-    for line in [*chosen, *counted.lines()]:
-        typer.echo(line)
+    _show(counted.as_json() if as_json else [*chosen, *counted.lines()])
 
 
 def _refuse_for_fixed_data(recipe: SpmdRecipe, options: Mapping[str, object]) -> None:

@@ -192,12 +192,8 @@ def _build(
     recipe = task.recipe
     model_folder = local_folder(recipe.model.path, "model.path")
     torch.set_num_threads(recipe.placement.threads or 1)
-    model, trained = _place(recipe, model_folder, mesh, checkpoint)
-    optimizer = AdamW(trained, recipe.optimizer)
-    engine = TrainEngine(
-        model, trained, optimizer, mesh, recipe.optimizer.clip_norm,
-        router_aux_loss_coef=recipe.model.router_aux_loss_coef,
-    )  # fmt: skip
+    engine = _engine(recipe, model_folder, mesh, checkpoint)
+    model = engine.model
     progress = _restore(engine, checkpoint, task) if checkpoint is not None else SpmdProgress()
     settings = _cpu_settings(recipe, folder, engine)
     if recipe.model.self_check:
@@ -212,15 +208,7 @@ def _build(
         Evaluator(recipe, engine, tokenizer, model_folder, max_tokens=max_tokens) if recipe.data.heldout else None
     )
     log = open_log(stack, recipe, folder, console, step=progress.step, rank=mesh.rank)
-    writer = CheckpointWriter(
-        folder.checkpoints,
-        mesh,
-        keep=recipe.checkpoint.keep,
-        keep_best=recipe.checkpoint.keep_best,
-        background=recipe.checkpoint.background,
-        timeout_s=recipe.checkpoint.timeout_s,
-    )
-    stack.callback(writer.settle)
+    writer = _writer(stack, recipe, folder, mesh)
     if evaluator is not None:
         log.skipped_rows(0, evaluator.skipped)
     milestones = (
@@ -245,6 +233,25 @@ def _build(
         evaluates_only=task.evaluates_only,
     )  # fmt: skip
     return SpmdRun(parts, progress)
+
+
+def _engine(recipe: SpmdRecipe, model_folder: Path, mesh: Mesh, checkpoint: CheckpointReader | None) -> TrainEngine:
+    model, trained = _place(recipe, model_folder, mesh, checkpoint)
+    return TrainEngine(
+        model, trained, AdamW(trained, recipe.optimizer), mesh, recipe.optimizer.clip_norm,
+        router_aux_loss_coef=recipe.model.router_aux_loss_coef,
+    )  # fmt: skip
+
+
+def _writer(stack: ExitStack, recipe: SpmdRecipe, folder: RunFolder, mesh: Mesh) -> CheckpointWriter:
+    """Of the run's checkpoints; `stack` waits for the last one."""
+    section = recipe.checkpoint
+    writer = CheckpointWriter(
+        folder.checkpoints, mesh, keep=section.keep, keep_best=section.keep_best, background=section.background,
+        timeout_s=section.timeout_s,
+    )  # fmt: skip
+    stack.callback(writer.settle)
+    return writer
 
 
 def _endings_check(recipe: SpmdRecipe, tokenizer: Any, folder: Path) -> Callable[[Sequence[Document]], str | None]:
