@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`placement.policy` on real Ray: runs whose learners replicate, shard or divide the model compute what one process
-does, in every layout, and continue on another mesh."""
+"""`placement.policy` on real Ray: runs whose learners replicate, shard or divide the model or its tokens compute what one
+process does, in every layout, and continue on another mesh."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 INLINE = {"launcher": "inline", "layout": "colocated", "devices": 1}
 TENSOR = {"policy": {"tensor": 2}}
+CONTEXT = {"policy": {"context": 2}}
 COLOCATED = {"layout": "colocated", "devices": 2}
 SPLIT = {"layout": "split", "devices": 3, "rollout_devices": 1}
 ELASTIC = {"layout": "elastic", "devices": 3, "rollout_devices": 1}
@@ -38,6 +39,12 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "distillation, split": ("on-policy-distillation", {**SPLIT, **TENSOR}),
     "adapter": ("lora-grpo", {**COLOCATED, **TENSOR}),
     "judged": ("judged", {**COLOCATED, **TENSOR}),
+    "grpo, context": ("grpo", {**COLOCATED, **CONTEXT}),
+    "ppo, context": ("ppo", {**COLOCATED, **CONTEXT}),
+    "judged, context": ("judged", {**COLOCATED, **CONTEXT}),
+    "adapter, context": ("lora-grpo", {**COLOCATED, **CONTEXT}),
+    "agent, elastic, context": ("tool-agent", {**ELASTIC, **CONTEXT}),
+    "distillation, split, context": ("on-policy-distillation", {**SPLIT, **CONTEXT}),
     "grpo, four": ("grpo", {"layout": "colocated", "devices": 4, "policy": {"shard": 2, "tensor": 2}}),
 }
 # Of golden runs, but for these: a reward model whose vocabulary is not divided, and a reference that is refreshed.
@@ -103,6 +110,7 @@ def test_a_run_on_a_mesh_has_the_numbers_of_one_process(
     said = " ".join((task / f"{name}.log").read_text().split())
     axes = said.partition("learn {")[2].partition("}")[0]
     assert f"tensor: {placement['policy'].get('tensor', 1)}" in axes
+    assert ("context: 2" in axes) == ("context" in placement["policy"])
 
 
 def test_a_run_is_replayed_and_continues_on_other_meshes(task: Path, local_ray: None) -> None:
@@ -112,7 +120,7 @@ def test_a_run_is_replayed_and_continues_on_other_meshes(task: Path, local_ray: 
     whole = run_of(task, "grpo", "whole", INLINE, **steady, steps=6)
     parts = run_of(task, "grpo", "parts", {"launcher": "ray", **COLOCATED, **TENSOR}, **steady, steps=2)
     one = ["placement.launcher=inline", "placement.devices=1", "placement.policy=null"]
-    two = ["placement.launcher=ray", "placement.devices=2", "placement.policy={tensor: 2}"]
+    two = ["placement.launcher=ray", "placement.devices=2", "placement.policy={context: 2}"]
     with contextlib.chdir(task):
         replayed = api.replay(parts)
         assert isinstance(replayed, ReplayResult)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy updates, scores and critics on meshes of the axes replicate, shard and tensor over gloo: those of one rank.
-(The fast group has a tensor axis of two ranks, and some of the losses.)"""
+"""Policy updates, scores and critics on meshes of all axes over gloo: those of one rank. (The fast group has a tensor and
+a context axis of two ranks, and some of the losses.)"""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ from podium.spmd.launch import launch
 
 SAME = 1e-5
 TENSOR = MeshSizes(tensor=2)
+CONTEXT = MeshSizes(context=2)
+FAST = (TENSOR, CONTEXT)
 OF_2 = (MeshSizes(replicate=2),)
 OF_4 = (
-    MeshSizes(shard=2, tensor=2), MeshSizes(replicate=2, tensor=2), MeshSizes(replicate=2, shard=2), MeshSizes(tensor=4)
+    MeshSizes(shard=2, tensor=2), MeshSizes(replicate=2, tensor=2), MeshSizes(replicate=2, shard=2),
+    MeshSizes(tensor=4), MeshSizes(shard=2, context=2), MeshSizes(context=2, tensor=2), MeshSizes(context=4),
 )  # fmt: skip
 FEW = (
     "clipped", "gspo", "kl", "mask, kl, entropy", "reinforce++, kl", "teachers", "imitation", "proximal",
 )  # fmt: skip
 SLOW = pytest.mark.slow
-SHAPES = [TENSOR, *(pytest.param(sizes, marks=SLOW) for sizes in (*OF_2, *OF_4))]
+SHAPES = [*FAST, *(pytest.param(sizes, marks=SLOW) for sizes in (*OF_2, *OF_4))]
 ADAPTED = ("clipped", "kl", "sequence mask", "imitation")
 
 
@@ -62,7 +65,7 @@ def tasks(folder: Path, names: tuple[str, ...]) -> dict[str, UpdateTask]:
 
 
 def on_two_ranks(folder: Path) -> RankCall:
-    return update_on_meshes, ((TENSOR,), tasks(folder, FEW))
+    return update_on_meshes, (FAST, tasks(folder, FEW))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +76,7 @@ def alone(folder: Path) -> dict[str, UpdateResult]:
 
 @pytest.fixture(scope="module")
 def of_2(folder: Path) -> dict[str, dict[str, UpdateResult]]:
-    return launched(folder, 2, (TENSOR, *OF_2))
+    return launched(folder, 2, (*FAST, *OF_2))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +92,7 @@ def launched(folder: Path, ranks: int, shapes: tuple[MeshSizes, ...]) -> dict[st
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
 def several(request: pytest.FixtureRequest) -> dict[str, UpdateResult]:
     """What ranks of one shape computed."""
-    if request.param == TENSOR:
+    if request.param in FAST:
         found: dict[str, dict[str, UpdateResult]] = request.getfixturevalue("two_ranks")
     else:
         found = request.getfixturevalue("of_2" if request.param.devices == 2 else "of_4")
@@ -109,10 +112,11 @@ def test_ranks_together_have_the_gradients_and_losses_of_one(
 
 
 @pytest.mark.slow
-def test_all_losses_have_the_gradients_of_one_rank_on_two_that_divide_the_model(
-    alone: dict[str, UpdateResult], of_2: dict[str, dict[str, UpdateResult]]
+@pytest.mark.parametrize("sizes", FAST, ids=str)
+def test_all_losses_have_the_gradients_of_one_rank_on_two_that_compute_together(
+    alone: dict[str, UpdateResult], of_2: dict[str, dict[str, UpdateResult]], sizes: MeshSizes
 ) -> None:
-    found = of_2[str(TENSOR)]["full"].by_case
+    found = of_2[str(sizes)]["full"].by_case
     assert found.keys() == CASES.keys()
     for name, updated in found.items():
         assert relative_l2(updated.flat, alone["full"].by_case[name].flat) < SAME, name
@@ -152,12 +156,13 @@ def test_a_critic_estimates_and_learns_as_on_one_rank(
     assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=SAME)
 
 
+@pytest.mark.parametrize("sizes", FAST, ids=str)
 @pytest.mark.parametrize("name", FEW)
-def test_a_tensor_group_notes_what_one_rank_does(
-    alone: dict[str, UpdateResult], two_ranks: dict[str, dict[str, UpdateResult]], name: str
+def test_a_group_on_the_same_rows_notes_what_one_rank_does(
+    alone: dict[str, UpdateResult], two_ranks: dict[str, dict[str, UpdateResult]], name: str, sizes: MeshSizes
 ) -> None:
     """All its ranks have all rows: nothing counts twice."""
-    found, wanted = two_ranks[str(TENSOR)]["full"].by_case[name].note, alone["full"].by_case[name].note
+    found, wanted = two_ranks[str(sizes)]["full"].by_case[name].note, alone["full"].by_case[name].note
     assert (found.num_tokens, found.num_sequences) == (wanted.num_tokens, wanted.num_sequences)
     for each in fields(PolicyStatistics):
         assert getattr(found.statistics, each.name) == pytest.approx(

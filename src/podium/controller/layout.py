@@ -29,6 +29,7 @@ from podium.roles.interfaces import (
     RewardModelSpec,
     Scorer,
     ScorerSpec,
+    micro_batch_tokens,
 )
 from podium.runs.folder import RunFolder
 from podium.runs.host_memory import launch_folder
@@ -192,7 +193,7 @@ def _train_roles(
     """Roles on the training devices. The policy comes first: other roles look it up on their worker."""
     mesh = MeshShape(shard=ranks, same_data=ranks // recipe.placement.mesh_sizes.data_ranks)
     model = local_folder(recipe.model.path, "model.path")
-    max_tokens = recipe.micro_batch_tokens or MICRO_BATCH[device]
+    max_tokens = micro_batch_tokens(recipe, device)
     run = folder.path.resolve()  # workers may have been started elsewhere
     memory = launch_folder(run) if recipe.keeps_snapshots else None
 

@@ -121,7 +121,7 @@ def _seen(
 
 def _agreed(values_T: NDArray[np.float32], mesh: Mesh) -> NDArray[np.float32]:
     """The values of the first rank of a tensor group, on all of its ranks. Values decide which tokens are trained, and
-    a last bit that differs must not part them."""
+    a last bit that differs must not part them. Ranks of a context group have gathered the same ones."""
     if mesh.tensor is None or not len(values_T):
         return values_T
     mine = torch.from_numpy(values_T).to(mesh.device)

@@ -21,6 +21,7 @@ from podium.planning.model_shape import shape_of
 from podium.planning.prediction import Configuration, Workload
 from podium.planning.shape_costs import Episodes, UpdateShape, cost_model, gathering_s
 from podium.recipe import OnPolicyRecipe
+from podium.recipe.policy_mesh import PolicyMeshSection
 from podium.roles.interfaces import MICRO_BATCH
 
 # A lane needs room for a sequence that is so much longer than the mean one.
@@ -61,6 +62,9 @@ class RecipeChoices:
         self._recipe, self._device, self._episodes = recipe, device, episodes
         self._base, self._workload = base, workload
         self.shape = shape_of(recipe.model)
+        policy = recipe.placement.policy
+        context = policy.context if isinstance(policy, PolicyMeshSection) else 1
+        self._default_micro_batch = MICRO_BATCH[device.kind] * context
         self._plans: dict[tuple[Any, ...], MemoryPlan] = {}
         self._costs: dict[tuple[Any, ...], CostModel] = {}
 
@@ -115,7 +119,7 @@ class RecipeChoices:
         """How its learners go through a batch."""
         recipe, algorithm = recipe_with(self._recipe, one), self._recipe.full_algorithm
         episodes = self._workload.episodes / one.num_learners / algorithm.mini_batches
-        micro = one.micro_batch or MICRO_BATCH[self._device.kind]
+        micro = one.micro_batch or self._default_micro_batch
         proximal = algorithm.proximal == "always" or (algorithm.proximal == "auto" and recipe.correction is not None)
         sizes = recipe.placement.mesh_sizes
         together = sizes.devices // sizes.data_ranks  # devices that compute the same tokens, a part of each
@@ -153,7 +157,7 @@ class RecipeChoices:
                 now, then = (self.update_shape(each).passes for each in (one, before))
                 text = f"{now} instead of {then} micro-batches an update gather weights and add up gradients"
             else:
-                text = f"with {base.micro_batch or MICRO_BATCH[self._device.kind]} {self.problem(before)}"
+                text = f"with {base.micro_batch or self._default_micro_batch} {self.problem(before)}"
             reasons.append(f"micro_batch_tokens {one.micro_batch}: {text}; now {_peak(plan)}")
         if one.lanes != base.lanes:
             most = self._lanes_in_cache(one)
@@ -199,7 +203,7 @@ class RecipeChoices:
 
     def _micro_batches(self, one: Configuration) -> Iterator[int | None]:
         """Those that fit, the recipe's own first. An episode is never cut, so that none is below the longest."""
-        own = one.micro_batch or MICRO_BATCH[self._device.kind]
+        own = one.micro_batch or self._default_micro_batch
         if self.fits(one):
             yield one.micro_batch
             for factor in (2**power for power in range(1, _LARGER + 1)):

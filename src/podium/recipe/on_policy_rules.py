@@ -214,11 +214,6 @@ def _placement(recipe: OnPolicyRecipe) -> Iterator[str]:
                 )
     if placement.policy == "auto":
         yield "placement.policy: auto is for programs on fixed data. Remove it (all learners shard), or give the axes."
-    elif placement.policy is not None and placement.policy.context > 1:
-        yield (
-            "placement.policy.context: on-policy programs do not divide tokens. Remove it, and use shard or tensor "
-            "instead."
-        )
     if placement.layout == "elastic":
         yield from _elastic(recipe)
     if placement.launcher == "inline" and placement.devices > 1:

@@ -34,13 +34,13 @@ from podium.recipe import AlgorithmSection
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency, ValueShard
 from podium.roles.interfaces import (
-    MICRO_BATCH,
     Critic,
     CriticShard,
     CriticSpec,
     NoSnapshot,
     SnapshotBegun,
     StateSource,
+    micro_batch_tokens,
 )
 from podium.roles.learner import mesh_on
 from podium.roles.role_state import RoleState
@@ -69,7 +69,7 @@ class CriticRank(Critic):
         assert critic is not None, "the program has a critic"
         self._context, self._value_clip = context, critic.value_clip
         self._mesh = mesh_on(context)
-        self._max_tokens = recipe.micro_batch_tokens or MICRO_BATCH[self._mesh.device.type]
+        self._max_tokens = micro_batch_tokens(recipe, self._mesh.device.type)
         own = critic.path is not None
         section = recipe.model
         if critic.path is not None:

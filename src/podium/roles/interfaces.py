@@ -41,8 +41,13 @@ if TYPE_CHECKING:
 # The learner's role name, by which other roles on the same worker find it.
 POLICY = "policy"
 
-# Default for the most tokens of one forward.
+# Default for the most tokens of one forward on one device.
 MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
+
+
+def micro_batch_tokens(recipe: OnPolicyRecipe, device: str) -> int:
+    """The most tokens of one forward of a context group. `device`: its kind."""
+    return recipe.micro_batch_tokens or MICRO_BATCH[device] * recipe.placement.mesh_sizes.context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,6 @@ from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency, UpdatePlan, UpdateShard
 from podium.roles.distances import distance
 from podium.roles.interfaces import (
-    MICRO_BATCH,
     POLICY,
     Learner,
     LearnerFacts,
@@ -40,6 +39,7 @@ from podium.roles.interfaces import (
     SnapshotBegun,
     StateSource,
     UpdateNote,
+    micro_batch_tokens,
 )
 from podium.roles.policy_update import PolicyUpdate
 from podium.roles.role_state import RoleState
@@ -218,7 +218,7 @@ class LearnerRank(Learner):
 
     @property
     def _max_tokens(self) -> int:
-        return self._recipe.micro_batch_tokens or MICRO_BATCH[self.mesh.device.type]
+        return micro_batch_tokens(self._recipe, self.mesh.device.type)
 
     def _cpu_settings(self) -> CpuSettings | None:
         """Threads and kernels that suit the model. Rank 0 measures them for all ranks."""

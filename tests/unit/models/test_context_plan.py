@@ -39,6 +39,11 @@ def test_sizes_that_do_not_give_the_devices_are_refused_with_the_nearest_shape()
         make_recipe("placement.devices=8", "placement.policy={context: 3}")
 
 
-def test_on_policy_programs_refuse_the_axis() -> None:
-    with pytest.raises(RecipeError, match=r"placement\.policy"):
-        on_policy_recipe("placement.devices=2", "placement.policy={context: 2}")
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_next"])
+def test_every_model_of_an_on_policy_program_is_asked(tmp_path: Path, model_type: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    reference = f"algorithm.kl={{coefficient: 0.1, reference: {tmp_path}}}"
+    recipe = on_policy_recipe("placement.devices=2", "placement.policy={context: 2}", reference)
+    found = [str(each) for each in problems_of(recipe) if "placement.policy" in str(each)]
+    assert len(found) == (model_type == "qwen3_next")
+    assert all("placement.policy.context: algorithm.kl.reference: qwen3_next is not among" in each for each in found)

@@ -114,7 +114,10 @@ def test_auto_is_a_word_beside_sizes() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "sentence"),
-    [("auto", r"auto is for programs on fixed data"), ("{context: 2}", r"policy\.context: on-policy programs do not")],
+    [
+        ("auto", r"auto is for programs on fixed data"),
+        ("{context: 3}", r"replicate 1 × context 3 × tensor 1 = 3 does not divide 2 devices\. Use"),
+    ],
 )
 def test_what_learners_cannot_do_is_refused(policy: str, sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence):
