@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`placement.policy` on real Ray: runs whose learners replicate, shard or divide the model or its tokens compute what one
-process does, in every layout, and continue on another mesh."""
+"""`placement.policy` on real Ray: runs whose learners replicate, shard or divide the model or its tokens compute what
+one process does, in every layout, and continue on another mesh."""
 
 from __future__ import annotations
 

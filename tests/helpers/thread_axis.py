@@ -55,6 +55,17 @@ class ThreadContext(ThreadAxis):
     def add_up(self, parts: Tensor) -> Tensor:
         return torch.stack(self._exchange(parts)).sum(0)[self.rank]
 
+    def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], None]:
+        self.num_held = max(getattr(self, "num_held", 0), sum(each.numel() for each in receives.values()))
+        self._shared[self.rank] = {peer: each.detach().clone() for peer, each in sends.items()}  # type: ignore[assignment]
+        self._barrier.wait()
+        sent = {peer: self._shared[peer].pop(self.rank) for peer in receives}  # type: ignore[operator]
+        self._barrier.wait()
+        assert not self._shared[self.rank], "nobody received it"
+        for peer, each in receives.items():
+            each.copy_(sent[peer])
+        return lambda: None
+
     def swap(self, parts: Tensor) -> Tensor:
         assert len(parts) == self.size
         return torch.stack([each[self.rank] for each in self._exchange(parts)])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy updates, scores and critics on meshes of all axes over gloo: those of one rank. (The fast group has a tensor and
-a context axis of two ranks, and some of the losses.)"""
+"""Policy updates, scores and critics on meshes of all axes over gloo: those of one rank. (The fast group has a tensor
+and a context axis of two ranks, and some of the losses.)"""
 
 from __future__ import annotations
 

@@ -183,6 +183,7 @@ def with_axes(mesh: Mesh, sizes: MeshSizes, *, timeout_s: float) -> Mesh:
     if sizes.context > 1:
         group = _axis_group(ranks.view(sizes.data_ranks, sizes.context, sizes.tensor), 1, timeout_s)
         context = ContextAxis(group=group, rank=mesh.rank // sizes.tensor % sizes.context, size=sizes.context)
+        context.sum(torch.zeros(1, device=mesh.device))  # NCCL wants all to meet before some send to some
     if ranks.shape[1] == mesh.world:
         return replace(mesh, context=context)
     replicas, shards, tensors = (_axis_group(ranks, axis, timeout_s) for axis in range(3))

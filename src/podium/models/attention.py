@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -22,15 +23,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from podium.errors import UnsupportedModelError
+from podium.models.attention_blocks import LEAST_ROWS, SCORE_ELEMENTS
+from podium.models.attention_spec import AttentionSpec, distances
 from podium.models.context_parallel import divides_heads, gather_tokens, own_heads, to_own_heads, to_own_tokens
 from podium.models.packing import AttentionStep, Packing, Run, runs_of
+from podium.models.ring_attention import ring_attention
 
 PACKED_ATTENTION = "podium_packed"
 
 # Attention without a variable-length kernel goes by blocks of queries where it would hold more than this.
 _MASK_ELEMENTS = 1 << 26  # of a window's mask
-_SCORE_ELEMENTS = 1 << 26  # of scores, over all heads and documents of a call
-_LEAST_ROWS = 64
 
 # torch 2.11 always allows grouped heads in varlen_attn; later releases need an argument.
 _GROUPED_HEADS: dict[str, Any] = (
@@ -73,105 +75,81 @@ def packed_attention(
         return out, None
     if packing.windows is not None:
         packing.windows.append(sliding_window)
+    spec = AttentionSpec(scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux)
     attend = _attend if packing.context is None else _over_context
-    return attend(query, key, value, packing, scaling, dropout, sliding_window, softcap, s_aux), None
+    return attend(query, key, value, packing, spec), None
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, spec: AttentionSpec) -> Tensor:
     """[1, H, T, E] and twice [1, K, T, E] -> [1, T, H, E]."""
-    if _has_kernel(query, dropout, softcap, sinks):
+    if _has_kernel(query, spec):
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
         bounds, longest = packing.boundaries, packing.longest
-        out = varlen_attention(q, k, v, (bounds, bounds), (longest, longest), scaling=scaling, window=window)
+        out = varlen_attention(q, k, v, (bounds, bounds), (longest, longest), scaling=spec.scaling, window=spec.window)
         return out.unsqueeze(0)
-    by_document: Tensor = _by_document(query, key, value, packing, scaling, dropout, window, softcap, sinks)
+    by_document: Tensor = _by_document(query, key, value, packing, spec)
     return by_document
 
 
-def _has_kernel(query: Tensor, dropout: float, softcap: float | None, sinks: Tensor | None) -> bool:
-    is_plain = softcap is None and sinks is None and dropout == 0.0
+def _has_kernel(query: Tensor, spec: AttentionSpec) -> bool:
+    is_plain = spec.softcap is None and spec.sinks is None and spec.dropout == 0.0
     return query.is_cuda and query.dtype != torch.float32 and is_plain
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _over_context(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _over_context(query: Tensor, key: Tensor, value: Tensor, packing: Packing, spec: AttentionSpec) -> Tensor:
     """Attention of the tokens of one rank of a context axis, which have keys on all of them."""
     part, num_heads = packing.context, query.shape[1]
     assert part is not None
     if divides_heads(num_heads, part.axis):
-        if sinks is not None:
-            sinks = sinks[own_heads(num_heads, part.axis)]
-        heads = to_own_heads(query, key, value, part)
-        return to_own_tokens(_attend(*heads, packing, scaling, dropout, window, softcap, sinks), part)
-    key, value = gather_tokens(key, value, part)
-    return _of_own_queries(query, key, value, packing, scaling, dropout, window, softcap, sinks)
-
-
-def _of_own_queries(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Queries [1, H, t, E] of one rank of a context axis, keys and values [1, K, T, E] of all -> [1, t, H, E]."""
-    part = packing.context
-    assert part is not None
-    begin, end = part.start, part.start + part.num_own
-    if _has_kernel(query, dropout, softcap, sinks) and part.num_own:
-        # Documents that end before these queries have none, and those after them neither queries nor keys.
-        bounds = (packing.boundaries.clamp(begin, end) - begin, packing.boundaries.clamp(max=end))
-        longest = (min(packing.longest, part.num_own), packing.longest)
-        seen = (query[:, :, : part.num_own], key[:, :, :end], value[:, :, :end])
-        q, k, v = (each[0].transpose(0, 1) for each in seen)
-        outs = [varlen_attention(q, k, v, bounds, longest, scaling=scaling, window=window)]
+        if spec.sinks is not None:
+            spec = replace(spec, sinks=spec.sinks[own_heads(num_heads, part.axis)])
+        return to_own_tokens(_attend(*to_own_heads(query, key, value, part), packing, spec), part)
+    if spec.dropout:  # what a rank drops it must drop again in backward: the keys are gathered, and torch knows
+        begin, origin, outs = part.start, 0, []
+        key, value = gather_tokens(key, value, part)
     else:
-        outs = []
-        for start, first, last in _pieces(packing, begin, end):
-            q, k, v = query[:, :, first - begin : last - begin], key[:, :, start:last], value[:, :, start:last]
-            if softcap is None and sinks is None:
-                is_whole = first == start and (window is None or last - start <= window)
-                mask = (
-                    None
-                    if is_whole
-                    else _visible(slice(first - start, last - start), slice(0, last - start), window, q.device)
-                )
-                out = F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=is_whole, dropout_p=dropout, scale=scaling,
-                    enable_gqa=q.shape[1] != k.shape[1],
-                )  # fmt: skip
-            else:
-                visible = _visible(slice(first - start, last - start), slice(0, last - start), window, q.device)
-                out = plain_attention(q, k, v, visible, scaling=scaling, dropout=dropout, softcap=softcap, sinks=sinks)
-            outs.append(out[0].transpose(0, 1))
+        first = part.num_spanned
+        spanned = ring_attention(query[0, :, :first], key[0], value[0], part, spec)
+        begin = origin = part.start + first
+        outs = [spanned.transpose(0, 1)]
+        query, key, value = query[:, :, first:], key[:, :, first:], value[:, :, first:]
+    if begin < part.start + part.num_own:
+        outs += _documents_from(query, key, value, packing, spec, begin, origin)
     # Empty sums tie a rank without queries to the backward pass, in which all ranks take part.
     ties = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
     padding = value.new_zeros(part.each - part.num_own, query.shape[1], value.shape[-1]) + ties
     return torch.cat([*outs, padding]).unsqueeze(0)
+
+
+def _documents_from(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, spec: AttentionSpec, begin: int, origin: int
+) -> list[Tensor]:
+    """Attention of a rank's own tokens from `begin` on, whose keys begin at the token `origin` -> [tokens, H, E] each.
+    Documents with such tokens have all of their keys."""
+    part = packing.context
+    assert part is not None
+    end = part.start + part.num_own
+    if _has_kernel(query, spec):
+        # Documents that end before these queries have none, and those after them neither queries nor keys.
+        bounds = (packing.boundaries.clamp(begin, end) - begin, packing.boundaries.clamp(origin, end) - origin)
+        longest = (min(packing.longest, end - begin), min(packing.longest, end - origin))
+        seen = (query[:, :, : end - begin], key[:, :, : end - origin], value[:, :, : end - origin])
+        q, k, v = (each[0].transpose(0, 1) for each in seen)
+        return [varlen_attention(q, k, v, bounds, longest, scaling=spec.scaling, window=spec.window)]
+    outs = []
+    for start, first, last in _pieces(packing, begin, end):
+        q = query[:, :, first - begin : last - begin]
+        k, v = (each[:, :, start - origin : last - origin] for each in (key, value))
+        if first == start:
+            out = _of_documents(q, k, v, spec)
+        else:
+            visible = _visible(slice(first - start, last - start), slice(0, last - start), spec, q.device)
+            out = plain_attention(
+                q, k, v, visible, scaling=spec.scaling, dropout=spec.dropout, softcap=spec.softcap, sinks=spec.sinks
+            )
+        outs.append(out[0].transpose(0, 1))
+    return outs
 
 
 def _pieces(packing: Packing, begin: int, end: int) -> list[tuple[int, int, int]]:
@@ -209,17 +187,7 @@ def varlen_attention(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _by_document(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _by_document(query: Tensor, key: Tensor, value: Tensor, packing: Packing, spec: AttentionSpec) -> Tensor:
     """One call for each run of equally long documents: the fastest way on CPU, and correct on any device."""
     runs = packing.runs
     if not runs:  # on CUDA, without a kernel for this case: the boundaries are on the device only
@@ -230,10 +198,7 @@ def _by_document(
     outs = []
     for run, part in zip(runs, parts, strict=True):
         q, k, v = (_documents(tensor, run) for tensor in part)
-        if softcap is None and sinks is None:
-            out = _with_kernel(q, k, v, scaling=scaling, dropout=dropout, window=window)
-        else:
-            out = _written_out(q, k, v, scaling=scaling, dropout=dropout, window=window, softcap=softcap, sinks=sinks)
+        out = _of_documents(q, k, v, spec)
         outs.append(out.transpose(1, 2).reshape(run.num_documents * run.length, *out.shape[1:2], out.shape[-1]))
     return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
 
@@ -243,14 +208,17 @@ def _documents(part: Tensor, run: Run) -> Tensor:
     return part.view(part.shape[0], run.num_documents, run.length, part.shape[2]).transpose(0, 1)
 
 
-def _with_kernel(
-    q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, dropout: float, window: int | None
-) -> Tensor:
+def _of_documents(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """Whole documents of one length: [D, H, L, E] and twice [D, K, L, E] -> [D, H, L, E]."""
+    return (_with_kernel if spec.softcap is None and spec.sinks is None else _written_out)(q, k, v, spec)
+
+
+def _with_kernel(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """torch's own attention. Only a window needs a mask, which for long documents is one of a block of queries."""
-    length, grouped = q.shape[2], q.shape[1] != k.shape[1]
+    length, grouped, window = q.shape[2], q.shape[1] != k.shape[1], spec.window
     if window is None or length <= window:
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+            q, k, v, is_causal=True, dropout_p=spec.dropout, scale=spec.scaling, enable_gqa=grouped
         )
     blocks = list(_blocks(length, window, _MASK_ELEMENTS // length))
     # Blocks share their masks, in the form that is kept for the backward pass: most see their keys in the same way.
@@ -259,12 +227,12 @@ def _with_kernel(
     for queries, keys in blocks:
         shape = (queries.stop - queries.start, keys.stop - keys.start)
         if shape not in masks:
-            visible = _visible(queries, keys, window, q.device)
+            visible = _visible(queries, keys, spec, q.device)
             masks[shape] = visible if len(blocks) == 1 else _added(visible, q.dtype)
         outs.append(
             F.scaled_dot_product_attention(
-                q[:, :, queries], k[:, :, keys], v[:, :, keys], attn_mask=masks[shape], dropout_p=dropout,
-                scale=scaling, enable_gqa=grouped,
+                q[:, :, queries], k[:, :, keys], v[:, :, keys], attn_mask=masks[shape],
+                dropout_p=spec.dropout, scale=spec.scaling, enable_gqa=grouped,
             )
         )  # fmt: skip
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
@@ -275,36 +243,28 @@ def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
-def _written_out(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _written_out(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """`plain_attention`. Scores of long documents exist for a block of queries at a time, in backward again."""
     (num_documents, num_heads, length), device = q.shape[:3], q.device
 
     def block(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-        return plain_attention(q, k, v, visible, scaling=scaling, dropout=dropout, softcap=softcap, sinks=sinks)
+        return plain_attention(
+            q, k, v, visible, scaling=spec.scaling, dropout=spec.dropout, softcap=spec.softcap, sinks=spec.sinks
+        )
 
-    blocks = list(_blocks(length, window, _SCORE_ELEMENTS // max(1, num_documents * num_heads * length)))
+    blocks = list(_blocks(length, spec.window, SCORE_ELEMENTS // max(1, num_documents * num_heads * length)))
     if len(blocks) == 1:
-        return block(q, k, v, _visible(*blocks[0], window, device))
+        return block(q, k, v, _visible(*blocks[0], spec, device))
     outs = []
     for queries, keys in blocks:
-        parts = q[:, :, queries], k[:, :, keys], v[:, :, keys], _visible(queries, keys, window, device)
+        parts = q[:, :, queries], k[:, :, keys], v[:, :, keys], _visible(queries, keys, spec, device)
         outs.append(checkpoint(block, *parts, use_reentrant=False) if torch.is_grad_enabled() else block(*parts))
     return torch.cat(outs, dim=2)
 
 
 def _blocks(length: int, window: int | None, rows: int) -> Iterator[tuple[slice, slice]]:
     """Blocks of so many queries, each with the keys that they see."""
-    rows = max(rows, _LEAST_ROWS)
+    rows = max(rows, LEAST_ROWS)
     if rows >= length:
         yield slice(0, length), slice(0, length)
         return
@@ -313,12 +273,9 @@ def _blocks(length: int, window: int | None, rows: int) -> Iterator[tuple[slice,
         yield slice(start, stop), slice(0 if window is None else max(0, start - window + 1), stop)
 
 
-def _visible(queries: slice, keys: slice, window: int | None, device: torch.device) -> Tensor:
+def _visible(queries: slice, keys: slice, spec: AttentionSpec, device: torch.device) -> Tensor:
     """[queries, keys]: which keys each query sees."""
-    rows = torch.arange(queries.start, queries.stop, device=device)
-    columns = torch.arange(keys.start, keys.stop, device=device)
-    distance = rows[:, None] - columns[None, :]
-    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    return spec.visible(distances(queries, keys, device))
 
 
 def plain_attention(

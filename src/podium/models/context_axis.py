@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that compute parts of the same tokens, and the two ways in which values pass between them. The loss of such a
+"""Ranks that compute parts of the same tokens, and the ways in which values pass between them. The loss of such a
 group is the sum of its ranks' losses, so each way back is the transpose: values from everyone go back to everyone."""
 
 # N ranks · X any dimensions
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,21 @@ class ContextAxis:
         received_NX = torch.empty_like(parts_NX)
         dist.all_to_all_single(received_NX, parts_NX, group=self.group)
         return received_NX
+
+    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Callable[[], None]:
+        """Begins to send tensors to other ranks and to fill those that others send, by rank. The result waits for it;
+        until then none of them may change. Ranks without any do nothing."""
+        operations = [
+            *(dist.P2POp(dist.isend, each, group=self.group, group_peer=peer) for peer, each in sends.items()),
+            *(dist.P2POp(dist.irecv, each, group=self.group, group_peer=peer) for peer, each in receives.items()),
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
 
 
 def swap_over_context(parts_NX: Tensor, axis: ContextAxis) -> Tensor:

@@ -3,7 +3,8 @@
 
 Every rank is given the whole micro-batch and computes its own stretch of the tokens. Attention is the one place where
 tokens meet. There the ranks exchange: each has all tokens for its own part of the heads, and attends to them as one
-device would (Ulysses). Where the heads do not divide, each rank has all keys and values, and its own queries."""
+device would (Ulysses). Where the heads do not divide, keys and values pass by each rank's queries
+(ring_attention.py)."""
 
 # T packed tokens · t those of a rank · S trained tokens · N ranks · H query heads · K key-value heads · E head width
 
@@ -31,6 +32,7 @@ class ContextPart:
     num_tokens: int  # T
     each: int  # t
     bounds: tuple[int, ...]  # [N + 1] of the ranks' trained tokens, in S
+    borders: tuple[tuple[int, int], ...]  # [N] start and end, in T, of the document with each rank's first token
 
     @classmethod
     def of(cls, batch: TokenBatch, axis: ContextAxis) -> ContextPart:
@@ -40,7 +42,12 @@ class ContextPart:
         each = -(-num_tokens // multiple) * multiple // axis.size
         starts = np.arange(axis.size + 1) * each
         bounds = np.searchsorted(batch.trained, starts)
-        return cls(axis=axis, num_tokens=num_tokens, each=each, bounds=tuple(bounds.tolist()))
+        at = np.searchsorted(batch.offsets, starts[:-1], side="right")
+        borders = tuple(
+            (int(batch.offsets[end - 1]), int(batch.offsets[end])) if end < len(batch.offsets) else (start, start)
+            for start, end in zip(starts.tolist(), at.tolist(), strict=False)
+        )
+        return cls(axis=axis, num_tokens=num_tokens, each=each, bounds=tuple(bounds.tolist()), borders=borders)
 
     @property
     def is_first(self) -> bool:
@@ -56,6 +63,12 @@ class ContextPart:
     def num_own(self) -> int:
         """Number of this rank's tokens that are no padding."""
         return min(max(self.num_tokens - self.start, 0), self.each)
+
+    @property
+    def num_spanned(self) -> int:
+        """Number of this rank's tokens whose document began on an earlier rank: its first ones."""
+        first, end = self.borders[self.axis.rank]
+        return min(end - self.start, self.each) if first < self.start else 0
 
     @property
     def trained(self) -> slice:
@@ -85,6 +98,7 @@ class ContextPart:
             targets_S=batch.targets_S[own],
             weights_S=batch.weights_S[own],
             trained=batch.trained[own] - self.start,
+            offsets=batch.offsets,
             packing=replace(
                 batch.packing, context=self, routing=None if routing is None else self._cut_routing(routing)
             ),

@@ -69,6 +69,7 @@ class TokenBatch:
     targets_S: Tensor
     weights_S: Tensor
     trained: NDArray[np.int64]  # trained_S on the host
+    offsets: NDArray[np.int32]  # the boundaries of documents on the host
     packing: Packing
 
 
@@ -109,6 +110,7 @@ def to_device(batch: PackedBatch, device: torch.device, *, multiple: int = 1) ->
         targets_S=on_device(batch.targets_T[trained].astype(np.int64), device),
         weights_S=on_device(batch.weights_T[trained], device),
         trained=trained,
+        offsets=offsets,
         packing=Packing(
             boundaries=on_device(offsets, device),
             longest=int(np.diff(offsets).max()),

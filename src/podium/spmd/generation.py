@@ -93,6 +93,7 @@ def _last_positions(sequences: list[list[int]], device: torch.device) -> TokenBa
         targets_S=torch.zeros_like(last),
         weights_S=torch.zeros(len(last), device=device),
         trained=trained,
+        offsets=offsets,
         packing=Packing(
             boundaries=torch.from_numpy(offsets).to(device),
             longest=int(lengths.max()),

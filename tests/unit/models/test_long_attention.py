@@ -32,9 +32,9 @@ def test_blocks_of_queries_give_the_gradient_of_whole_documents(
         return visible(queries, keys, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(attention, "_visible", noted)
-    for name in ("_MASK_ELEMENTS", "_SCORE_ELEMENTS"):
+    for name in ("_MASK_ELEMENTS", "SCORE_ELEMENTS"):
         monkeypatch.setattr(attention, name, 1)
-    monkeypatch.setattr(attention, "_LEAST_ROWS", 7)
+    monkeypatch.setattr(attention, "LEAST_ROWS", 7)
     found = full_gradient(make_engine(folder, activation_checkpointing=checkpointing), documents)
     assert relative_l2(found, wanted) < 1e-6
     assert max(largest) <= 7 * 64
@@ -50,7 +50,7 @@ def test_blocks_of_queries_give_the_gradient_of_whole_documents(
 def test_blocks_have_the_keys_that_their_queries_see(
     window: int | None, wanted: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(attention, "LEAST_ROWS", 1)
     found = list(attention._blocks(10, window, 4))
     assert [(queries.start, queries.stop, keys.start, keys.stop) for queries, keys in found] == wanted
     assert list(attention._blocks(10, window, 10)) == [(slice(0, 10), slice(0, 10))]
