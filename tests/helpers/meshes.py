@@ -81,7 +81,8 @@ def mesh_rank(place: RankPlace, task: MeshTask) -> dict[str, OnMesh]:
 
 
 def name_of(sizes: MeshSizes) -> str:
-    return f"r{sizes.replicate}s{sizes.shard}c{sizes.context}t{sizes.tensor}"
+    experts = f"e{sizes.experts}" if sizes.experts > 1 else ""
+    return f"r{sizes.replicate}s{sizes.shard}c{sizes.context}t{sizes.tensor}{experts}"
 
 
 def _on(mesh: Mesh, task: MeshTask, folder: Path, loads: list[Path]) -> OnMesh:

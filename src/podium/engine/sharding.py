@@ -20,6 +20,7 @@ from podium.errors import ModelError
 from podium.models.buffers import persistent_buffers, restore_buffers
 from podium.models.causal_lm import PackedCausalLM, build, load_config, padded_parameters
 from podium.models.context_plan import require_context_type
+from podium.models.expert_parallel import divide_experts
 from podium.models.lora import HEAD, adapter_source, require_adapter_of, shapes_of_adapter
 from podium.models.new_tokens import with_new_tokens
 from podium.models.precision import set_dtypes
@@ -71,7 +72,7 @@ def place(
             filling.from_source(base, _random_weights(section, config, mesh, seed), padded_rows={})
             _zero_padding(everything, padded)
         else:
-            source = with_new_tokens(CheckpointWeights(folder, model.hf), section, model.hf)
+            source = with_new_tokens(CheckpointWeights(folder, model.hf, model.split), section, model.hf)
             filling.from_source(base, source, padded_rows=padded)
     if adapter := filling.undefined(adapter=True):
         assert section.lora is not None
@@ -113,7 +114,7 @@ def place_scalar(
         if section.init == "random":
             source = _drawn_scalar(section, config, labels, seed)
         else:
-            source = with_new_tokens(CheckpointWeights(folder, model.hf), section, model.hf)
+            source = with_new_tokens(CheckpointWeights(folder, model.hf, model.split), section, model.hf)
             sources.append(source)
         for name in [name for name in base if name == _HEAD_WEIGHT]:
             _fill_head(filling.piece(name), sources, folder, can_be_new=labels is not None)
@@ -161,6 +162,7 @@ def _spread(
         model.context = mesh.context
     if mesh.tensor is not None:
         divide_model(model, mesh.tensor)
+    experts = [] if mesh.experts is None else divide_experts(model, mesh.experts)
     other_dtype = {name for name, parameter in model.hf.named_parameters() if parameter.dtype != dtype}
     with_masters = {
         name
@@ -171,9 +173,8 @@ def _spread(
         set_dtypes(model.hf, dict.fromkeys(with_masters, torch.float32))
     _prepare_layers(model, section, mesh.device)
     if mesh.devices is not None:
-        _shard(
-            model, mesh, dtype, {parameter for name, parameter in model.hf.named_parameters() if name in other_dtype}
-        )
+        unsharded = {parameter for name, parameter in model.hf.named_parameters() if name in other_dtype}
+        _shard(model, mesh, dtype, unsharded, experts)
     model.to_empty(device=mesh.device)
     model.hf.tie_weights()
     everything = [
@@ -207,7 +208,7 @@ def whole_shape(name: str, parameter: Tensor, split: TensorSplit | None) -> tupl
 def is_copy(name: str, parameter: Tensor, mesh: Mesh, split: TensorSplit | None) -> bool:
     """Whether another rank holds the same part, and is the one that counts and saves it."""
     is_first = mesh.replica == 0 if isinstance(parameter, DTensor) else mesh.token_rank == 0
-    is_divided = split is None or split.axis.rank == 0 or name in split.dims
+    is_divided = split is None or not split.has_copies or split.axis.rank == 0 or name in split.dims
     return not (is_first and is_divided)
 
 
@@ -280,14 +281,20 @@ def _prepare_layers(model: PackedModel, section: ModelSection, device: torch.dev
             layer.compile()
 
 
-def _shard(model: PackedModel, mesh: Mesh, dtype: torch.dtype, unsharded: set[nn.Parameter]) -> None:
+def _shard(
+    model: PackedModel, mesh: Mesh, dtype: torch.dtype, unsharded: set[nn.Parameter], experts: list[nn.Module]
+) -> None:
     """`unsharded` parameters compute in another dtype than the model (float32 routers and biases). FSDP would cast them
-    with the rest of their layer, so every rank holds them whole, and the training step sums their gradients."""
+    with the rest of their layer, so every rank holds them whole, and the training step sums their gradients. `experts`:
+    modules of which a rank has its own part, sharded over the ranks that have the same part."""
     # Inputs are not cast: FSDP looks into dataclasses, and would round the weights of tokens, what objectives hold
     # (log-probs, advantages) and the sums of routers. Gathered parameters give hidden states their dtype.
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
+    for module in experts:
+        assert not unsharded.intersection(module.parameters()), "experts compute in the model's dtype"
+        fully_shard(module, mesh=mesh.expert_devices, mp_policy=policy)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh.devices, mp_policy=policy, ignored_params=unsharded)
     fully_shard(model, mesh=mesh.devices, mp_policy=policy, ignored_params=unsharded)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of each parameter a rank of a tensor axis has."""
+"""Which part of each parameter a rank of a tensor axis or of a group of experts has."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class TensorSplit:
     axis: TensorAxis
     dims: Mapping[str, int]  # dimension in which a parameter is divided; others are whole on every rank
     summed: frozenset[str]  # whole on every rank, which has the gradient of its own part of the computation alone
+    has_copies: bool = True  # whether each rank has the other parameters too, beside FSDP's shards
 
     def shape(self, name: str, part: Sequence[int]) -> tuple[int, ...]:
         """The shape of the whole parameter, given that of this rank's part."""

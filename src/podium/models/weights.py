@@ -19,6 +19,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from podium.errors import ModelError
 from podium.models.tensor_shards import Box, TensorShard
+from podium.models.tensor_split import TensorSplit
 
 
 class WeightSource(Protocol):
@@ -62,8 +63,9 @@ class CheckpointWeights:
     Names that transformers changes on loading (fused experts, for instance) go through its own conversion, one target
     tensor at a time; all others are sliced directly from the file."""
 
-    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, folder: Path, model: PreTrainedModel, split: TensorSplit | None = None) -> None:
+        """`split`: how the model is divided over ranks."""
+        self._model, self._split = model, split
         self._files = _tensor_files(folder)
         self._folder = folder
         self._shapes = {key: self._shape(key) for key in self._files}
@@ -75,8 +77,10 @@ class CheckpointWeights:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The full shape of each tensor."""
         shapes = {name: self._shapes[source] for name, source in self._plain.items()}
-        known = self._state()
-        shapes.update({name: tuple(known[name].shape) for name in self._converted})
+        known, split = self._state(), self._split
+        for name in self._converted:
+            part = tuple(known[name].shape)
+            shapes[name] = part if split is None else split.shape(name, part)
         return shapes
 
     def read(self, name: str, box: Box) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Strict, Tag
@@ -24,6 +24,7 @@ class MeshSizes:
     shard: int = 1
     context: int = 1
     tensor: int = 1
+    experts: int = 1  # neighbours among the ranks of shard and context that hold all experts between them
 
     @property
     def devices(self) -> int:
@@ -43,6 +44,11 @@ class MeshSizes:
     def __str__(self) -> str:
         context = f"context: {self.context}, " if self.context > 1 else ""
         return f"{{replicate: {self.replicate}, shard: {self.shard}, {context}tensor: {self.tensor}}}"
+
+    @property
+    def sharding(self) -> int:
+        """Number of ranks over which FSDP shards."""
+        return self.shard * self.context
 
 
 class PolicyMeshSection(Section):
@@ -112,6 +118,23 @@ def nearest(asked: PolicyMeshSection, devices: int, tensors: frozenset[int] | No
     return min(shapes, key=change)
 
 
+def with_experts(sizes: MeshSizes, experts: int) -> MeshSizes:
+    """The same axes with groups of so many ranks that hold the experts of a mixture. Raises a PlacementError with the
+    nearest number that works."""
+    if experts > 1 and sizes.tensor > 1:
+        raise PlacementError(
+            f"placement.experts: {experts} is for mixtures of experts, which placement.policy.tensor does not divide. "
+            "Set placement.policy.tensor to 1."
+        )
+    if sizes.sharding % experts:
+        fits = min(_divisors(sizes.sharding), key=lambda each: (abs(math.log(each / experts)), each))
+        raise PlacementError(
+            f"placement.experts: {experts} does not divide the {sizes.sharding} ranks of shard {sizes.shard} × context "
+            f"{sizes.context}. Use {fits}."
+        )
+    return replace(sizes, experts=experts)
+
+
 def no_place(devices: int, what: str, sizes: MeshSizes, error: PlacementError) -> PlacementError:
     """The error of a cluster that has no room for so many devices, in words of the recipe. `what`: are placed."""
     text = f"placement.devices: {devices} {what} have no place. {error}"
@@ -122,7 +145,7 @@ def no_place(devices: int, what: str, sizes: MeshSizes, error: PlacementError) -
 
 def section_of(sizes: MeshSizes) -> PolicyMeshSection:
     """The section with these sizes."""
-    return PolicyMeshSection.model_validate(asdict(sizes))
+    return PolicyMeshSection.model_validate({name: size for name, size in asdict(sizes).items() if name != "experts"})
 
 
 def shapes_of(devices: int) -> Iterator[MeshSizes]:

@@ -10,7 +10,7 @@ from pydantic import Field, StringConstraints
 from podium.recipe.fields import Count, NonNegative, OneOrMore, PathSection, Place, Real, Section, Switch, Text
 from podium.recipe.generator_mesh import GeneratorMeshSection
 from podium.recipe.plugins import Plugin
-from podium.recipe.policy_mesh import MeshSizes, PolicyMesh
+from podium.recipe.policy_mesh import MeshSizes, PolicyMesh, with_experts
 
 
 class LoraSection(Section):
@@ -215,6 +215,12 @@ class PlacementSection(Section):
         "fixed data: the planner chooses by memory, then by time of collectives and optimizer; the run folder's recipe "
         "says what.",
     )
+    experts: Count = Field(
+        1,
+        description="Expert parallelism, for mixtures of experts: so many neighbours among the ranks of shard × context "
+        "hold the experts between them, and tokens travel to their experts. Divides shard × context and the number of "
+        "experts.",
+    )
 
     @property
     def training_devices(self) -> int:
@@ -224,10 +230,14 @@ class PlacementSection(Section):
     @property
     def mesh_sizes(self) -> MeshSizes:
         """The axes of the devices that train, which are known: not `auto`. Raises a PlacementError if those of `policy`
-        do not give them."""
+        do not give them, or do not allow `experts`."""
+        return self.sizes_of(self.training_devices)
+
+    def sizes_of(self, devices: int) -> MeshSizes:
+        """The axes of so many devices."""
         assert self.policy != "auto", "the planner chooses before a run starts"
-        devices = self.training_devices
-        return MeshSizes(shard=devices) if self.policy is None else self.policy.sizes(devices)
+        sizes = MeshSizes(shard=devices) if self.policy is None else self.policy.sizes(devices)
+        return with_experts(sizes, self.experts)
 
 
 class SpmdPlacementSection(PlacementSection):

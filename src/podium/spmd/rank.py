@@ -83,11 +83,9 @@ def run_rank(where: RankPlace, task: RankTask) -> RunResult:
     """Runs a rank from joining the process group to leaving it. Collective."""
     recipe = task.recipe
     check_devices(recipe.placement, where.local_world)
-    policy = recipe.placement.policy
-    assert policy != "auto", "it is chosen before ranks start"
     mesh = join(
         recipe.placement, rank=where.rank, world=where.world, local_rank=where.local_rank, meeting=where.meeting,
-        sizes=None if policy is None else policy.sizes(where.world),
+        sizes=recipe.placement.sizes_of(where.world),
     )  # fmt: skip
     try:
         return run_joined(where, mesh, task)

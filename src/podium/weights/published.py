@@ -200,15 +200,14 @@ def _name_of(dtype: torch.dtype) -> str:
 
 @torch.no_grad()
 def _whole(parts: Sequence[_Part]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one bucket. Sharded tensors are gathered in one collective, as bytes in the published dtype."""
-    sharded = [part for part in parts if part.group is not None]
-    gathered = _Gathered(sharded) if sharded else None
+    """The tensors of one bucket. Sharded tensors are gathered in one collective for each group, as bytes in the published dtype."""
+    by_group: dict[dist.ProcessGroup, list[_Part]] = {}  # experts have another one than the rest
     for part in parts:
-        if part.group is None:
-            values = part.local.to(part.dtype)
-        else:
-            assert gathered is not None
-            values = gathered.whole(part)
+        if part.group is not None:
+            by_group.setdefault(part.group, []).append(part)
+    gathered = {group: _Gathered(sharded) for group, sharded in by_group.items()}
+    for part in parts:
+        values = part.local.to(part.dtype) if part.group is None else gathered[part.group].whole(part)
         if part.axis is not None:
             values = part.axis.gather(values[: part.num_rows], part.dim)
         yield part.spec.name, values[: part.spec.shape[0]] if part.spec.shape else values

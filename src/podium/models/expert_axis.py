@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that each hold some of the experts of a mixture, and the exchange that takes tokens to them and back."""
+
+# G ranks of the group · C experts of a rank · N, M tokens that a rank sends and gets · X any dimensions
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from podium.models.tensor_axis import TensorAxis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertAxis(TensorAxis):
+    """This rank's place among the ranks that hold all experts between them. They compute different tokens."""
+
+    def counts(self, sent_GC: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        """Given how many tokens this rank sends to each expert: how many it gets for each of its own from each rank,
+        and both summed up by rank. The host waits for these numbers."""
+        got_GC = torch.empty_like(sent_GC)
+        dist.all_to_all_single(got_GC, sent_GC, group=self.group)
+        sent, got = torch.stack([sent_GC.sum(1), got_GC.sum(1)]).tolist()
+        return got_GC, sent, got
+
+    def exchange(self, values_NX: Tensor, sent: Sequence[int], got: Sequence[int]) -> Tensor:
+        """Sends the first `sent[0]` values to rank 0 and so on, and has `got[0]` from rank 0 and so on [M, X]."""
+        values_NX = values_NX.contiguous()
+        received_MX = values_NX.new_empty((sum(got), *values_NX.shape[1:]))
+        dist.all_to_all_single(received_MX, values_NX, list(got), list(sent), group=self.group)
+        return received_MX
+
+
+def exchange_over_experts(values_NX: Tensor, sent: Sequence[int], got: Sequence[int], axis: ExpertAxis) -> Tensor:
+    """`ExpertAxis.exchange`, differentiable: gradients go back the way that values came."""
+    return _Exchange.apply(values_NX, sent, got, axis)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_NX: Tensor, sent: Sequence[int], got: Sequence[int], axis: ExpertAxis) -> Tensor:
+        ctx.sent, ctx.got, ctx.axis = sent, got, axis
+        return axis.exchange(values_NX, sent, got)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.axis.exchange(grads[0], ctx.got, ctx.sent), None, None, None
