@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.errors import RecipeError
-from podium.models import context_plan, tensor_plan
+from podium.models import context_plan, expert_plan, tensor_plan
 from podium.models.folder import read_config
 from podium.recipe import OnPolicyRecipe, Recipe
 from podium.recipe.generator_mesh import KEY as GENERATOR_KEY
@@ -18,8 +18,12 @@ from podium.recipe.policy_mesh import PolicyMeshSection, nearest
 
 
 def check_mesh(recipe: Recipe, models: Mapping[str, str]) -> None:
-    """That all models can be divided over the axes of placement.policy. `models`: path of each, by its key."""
+    """That all models can be divided over the axes of placement.policy, and by placement.experts. `models`: path of
+    each, by its key."""
     policy = recipe.placement.policy
+    if recipe.placement.experts > 1:
+        for key, path, config in _text_configs(models):
+            _check_experts(recipe, key, path, config)
     if not isinstance(policy, PolicyMeshSection):
         return
     for key, path, config in _text_configs(models):
@@ -65,6 +69,21 @@ def _check_tensor_axis(policy: PolicyMeshSection, devices: int, key: str, path: 
         raise RecipeError(
             f"{tensor_plan.KEY}: {policy.tensor} does not divide {' and '.join(left)} of {key} ({path}). Use "
             f"placement.policy {fits}."
+        )
+
+
+def _check_experts(recipe: Recipe, key: str, path: str, config: Mapping[str, Any]) -> None:
+    """A dense model beside the trained one is placed as without `experts`."""
+    asked, count = recipe.placement.experts, expert_plan.num_experts(config)
+    if not count and key == "model.path":
+        raise RecipeError(f"{expert_plan.KEY}: {asked} is for mixtures, and {path} has no experts. Remove it.")
+    reason = expert_plan.unsupported_type(str(config.get("model_type"))) if count else None
+    if reason is not None:
+        raise RecipeError(f"{expert_plan.KEY}: {key}: {reason}")
+    if count % asked:
+        fits = expert_plan.nearest(asked, count, recipe.placement.mesh_sizes.sharding)
+        raise RecipeError(
+            f"{expert_plan.KEY}: {asked} does not divide the {count} experts of {key} ({path}). Use {fits}."
         )
 
 

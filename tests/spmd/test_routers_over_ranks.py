@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load-balancing loss, statistics and router replay of a mixture whose weights or tokens are divided: what one rank
-computes."""
+"""Load-balancing loss, statistics and router replay of a mixture whose weights, tokens or experts are divided: what one
+rank computes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from helpers.router_ranks import RoutedResult, routed_on, routed_rank
 from helpers.tiny import save_tiny_model
 
 SAME = 1e-5
+HOW = ("sharded", "recomputed", "context", "experts", "experts recomputed", "experts selective")
 
 
 def make_folder(folder: Path) -> None:
@@ -29,7 +30,7 @@ def alone(folder: Path) -> RoutedResult:
     return routed_on(one_rank(), folder)
 
 
-@pytest.mark.parametrize("how", ["sharded", "recomputed", "context"])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", ["dealt", "lopsided", "replayed"])
 def test_ranks_together_have_the_gradient_of_one(
     alone: RoutedResult, two_ranks: dict[str, RoutedResult], name: str, how: str

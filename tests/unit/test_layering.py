@@ -55,6 +55,7 @@ TORCH_FREE = (
     "models.adapter_folder",
     "models.folder",
     "models.context_plan",
+    "models.expert_plan",
     "models.tensor_plan",
     "models.cost",
     "models.cpu_settings",

@@ -230,7 +230,7 @@ def _each_on(devices: int) -> str:
 def _header(recipe: OnPolicyRecipe, folder: RunFolder, roles: Roles, step: int) -> list[str]:
     facts, rollout, placement = roles.policy.facts, recipe.rollout, recipe.placement
     trained = facts.num_parameters if facts.trained_parameters is None else facts.trained_parameters
-    axes = "" if placement.policy is None else f" {placement.mesh_sizes}"
+    axes = "" if placement.policy is None and placement.experts == 1 else f" {placement.mesh_sizes}"
     return header_lines(
         recipe,
         folder,

@@ -30,7 +30,7 @@ from podium.engine.optimizer import AdamW, Gradients
 from podium.engine.parameters import TrainedParameter
 from podium.engine.sharding import PackedModel, compute_dtype, local_tensor, place_empty
 from podium.engine.train_step import ObjectiveBatch, TrainEngine
-from podium.errors import LaunchError
+from podium.errors import LaunchError, RecipeError
 from podium.models.causal_lm import build, load_config
 from podium.models.head import TokenObjective
 from podium.models.scalar import PackedScalarLM, build_scalar
@@ -52,6 +52,11 @@ _MOST_LAYERS = 5
 def dry_run(recipe: SpmdRecipe, device: Device) -> DryRun:
     """One training step of a recipe on its mesh of such devices: what the first and the last rank hold, and the
     collectives of the first. Where all layers are alike, models of two and of three layers tell what each adds."""
+    if recipe.placement.experts > 1:
+        raise RecipeError(
+            f"placement.experts: {recipe.placement.experts} cannot be counted in a dry run: where tokens travel is "
+            "known only when they are routed. Use --set placement.experts=1 to count the same ranks without it."
+        )
     started_s = time.monotonic()
     transformers.logging.set_verbosity_error()
     sizes, itemsize = mesh_sizes(recipe, device), compute_itemsize(recipe.model, device)

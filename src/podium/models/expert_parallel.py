@@ -58,8 +58,8 @@ def expert_modules(hf: PreTrainedModel) -> dict[str, nn.Module]:
     whole = {f"{owner}.{name}" for owner, module in found.items() for name, _ in module.named_parameters()}
     if not found or whole != {name for name in names if name.rpartition(".")[0] in owners}:
         raise UnsupportedModelError(
-            f"{KEY}: transformers' plan for {config.model_type} does not say which tensors hold experts, or leaves some "
-            f"out. Remove it, or update transformers (tested: 5.22 with {', '.join(MODEL_TYPES)})."
+            f"{KEY}: transformers' plan for {config.model_type} does not say which tensors hold experts, or leaves "
+            f"some out. Remove it, or update transformers (tested: 5.22 with {', '.join(MODEL_TYPES)})."
         )
     return found
 

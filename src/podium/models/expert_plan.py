@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 KEY = "placement.experts"
@@ -30,15 +30,8 @@ def unsupported_type(model_type: str) -> str | None:
 
 
 def nearest(asked: int, *numbers: int) -> int:
-    """The number of ranks nearest to the one asked for that divides all these."""
-    return closest(asked, divisors(math.gcd(*numbers)))
-
-
-def divisors(number: int) -> list[int]:
-    """All of them."""
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def closest(asked: int, sizes: Iterable[int]) -> int:
-    """The size that differs from the one asked for by the smallest factor; of two, the smaller."""
-    return min(sizes, key=lambda each: (abs(math.log(each / asked)), each))
+    """The number of ranks that divides all these and differs from the one asked for by the smallest factor; of two, the
+    smaller."""
+    common = math.gcd(*numbers)
+    fits = [each for each in range(1, common + 1) if common % each == 0]
+    return min(fits, key=lambda each: (abs(math.log(each / asked)), each))

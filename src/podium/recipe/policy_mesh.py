@@ -43,7 +43,8 @@ class MeshSizes:
 
     def __str__(self) -> str:
         context = f"context: {self.context}, " if self.context > 1 else ""
-        return f"{{replicate: {self.replicate}, shard: {self.shard}, {context}tensor: {self.tensor}}}"
+        experts = f" with experts: {self.experts}" if self.experts > 1 else ""
+        return f"{{replicate: {self.replicate}, shard: {self.shard}, {context}tensor: {self.tensor}}}{experts}"
 
     @property
     def sharding(self) -> int:

@@ -36,8 +36,13 @@ def length_rules(recipe: SpmdRecipe) -> Iterator[str]:
 
 
 def mesh_rules(recipe: Recipe) -> Iterator[str]:
-    """Rules of all programs: the axes of placement.policy give the devices that train."""
-    if recipe.placement.policy in (None, "auto") or recipe.placement.training_devices < 1:  # another rule's
+    """Rules of all programs: the axes of placement.policy give the devices that train, and allow groups of experts."""
+    if recipe.placement.policy == "auto" and recipe.placement.experts > 1:
+        yield (
+            f"placement.experts: {recipe.placement.experts} needs axes that are known, and placement.policy is auto. "
+            "Remove placement.policy (all devices shard), or give its sizes."
+        )
+    if recipe.placement.policy == "auto" or recipe.placement.training_devices < 1:  # another rule's
         return
     try:
         sizes = recipe.placement.mesh_sizes

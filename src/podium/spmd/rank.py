@@ -362,6 +362,6 @@ def _header(
 
 
 def _axes(recipe: SpmdRecipe, mesh: Mesh) -> str:
-    """The axes of placement.policy; nothing without it."""
-    policy = recipe.placement.policy
-    return "" if policy is None or policy == "auto" else f" {policy.sizes(mesh.world)}"
+    """The axes of placement.policy and `experts`; nothing without them."""
+    placement = recipe.placement
+    return "" if placement.policy is None and placement.experts == 1 else f" {placement.sizes_of(mesh.world)}"

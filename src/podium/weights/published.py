@@ -200,7 +200,8 @@ def _name_of(dtype: torch.dtype) -> str:
 
 @torch.no_grad()
 def _whole(parts: Sequence[_Part]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one bucket. Sharded tensors are gathered in one collective for each group, as bytes in the published dtype."""
+    """The tensors of one bucket. Sharded tensors are gathered in one collective for each group of ranks, as bytes in
+    the published dtype."""
     by_group: dict[dist.ProcessGroup, list[_Part]] = {}  # experts have another one than the rest
     for part in parts:
         if part.group is not None:
