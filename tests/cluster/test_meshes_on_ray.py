@@ -16,7 +16,7 @@ import transformers
 from golden.runs import make_task, recipe, train
 from helpers.on_policy import numbers
 from helpers.runs import losses, tiny_recipe
-from helpers.tiny import tiny_config, tiny_tokenizer
+from helpers.tiny import save_tiny_model, tiny_config, tiny_tokenizer
 from podium import api
 from podium.engine.checkpoint import newest_usable
 from podium.observe import read_metrics
@@ -111,6 +111,19 @@ def test_a_run_on_a_mesh_has_the_numbers_of_one_process(
     axes = said.partition("learn {")[2].partition("}")[0]
     assert f"tensor: {placement['policy'].get('tensor', 1)}" in axes
     assert ("context: 2" in axes) == ("context" in placement["policy"])
+
+
+def test_learners_that_divide_experts_have_the_numbers_of_one_process(task: Path, local_ray: None) -> None:
+    save_tiny_model("qwen3_moe", task / "mixture", vocab_size=len(tiny_tokenizer()))
+    tiny_tokenizer().save_pretrained(task / "mixture")
+    model = {**recipe("grpo")["model"], "path": "mixture"}
+    alone = run_of(task, "grpo", "mixture-alone", INLINE, model=model)
+
+    run = run_of(task, "grpo", "mixture-divided", {"launcher": "ray", **SPLIT, "experts": 2}, model=model)
+
+    require_same(run, alone)
+    said = " ".join((task / "mixture-divided.log").read_text().split())
+    assert "learn {replicate: 1, shard: 2, tensor: 1} with experts: 2" in said
 
 
 def test_a_run_is_replayed_and_continues_on_other_meshes(task: Path, local_ray: None) -> None:

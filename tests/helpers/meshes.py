@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,18 @@ def mesh_rank(place: RankPlace, task: MeshTask) -> dict[str, OnMesh]:
             results[name_of(sizes)] = _on(mesh, task, folder, loads[-(task.newest or len(loads)) :])
             loads.append(folder)
         return results
+
+
+def models_rank(place: RankPlace, cases: Mapping[Path, Sequence[MeshSizes]]) -> dict[tuple[str, str], OfModel]:
+    """Models on some meshes, by the names of both, over one process group."""
+    with mesh_of(place) as ranks:
+        shapes = dict.fromkeys(sizes for wanted in cases.values() for sizes in wanted)
+        meshes = {sizes: with_axes(ranks, sizes, timeout_s=120) for sizes in shapes}
+        return {
+            (path.name, name_of(sizes)): of_model(path, meshes[sizes])
+            for path, wanted in cases.items()
+            for sizes in wanted
+        }
 
 
 def name_of(sizes: MeshSizes) -> str:

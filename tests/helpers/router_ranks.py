@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,6 +43,15 @@ def replaying(documents: list[Document], model: TrainEngine) -> list[Document]:
     return made
 
 
+def _always(documents: list[Document], experts: Iterable[int]) -> list[Document]:
+    """All tokens of all documents go to these experts: ranks that hold others get no token."""
+    given = next(each.experts for each in documents if each.experts is not None)
+    row_K = np.array(list(experts), dtype=given.dtype)
+    return [
+        replace(each, experts=np.broadcast_to(row_K, (len(each.tokens), *given.shape[1:])).copy()) for each in documents
+    ]
+
+
 def routed_on(mesh: Mesh, folder: Path, **model: str) -> RoutedResult:
     """Collective."""
     plain = make_engine(folder, mesh, **model)
@@ -51,10 +60,12 @@ def routed_on(mesh: Mesh, folder: Path, **model: str) -> RoutedResult:
     )
     documents = random_documents(LENGTHS)
     given = replaying(documents, engine)
+    first = range(engine.language_model.routers.shape.per_token) if engine.language_model.routers else ()
     gradients = {
         "dealt": whole_gradient(engine, dealt(documents, mesh)),
         "lopsided": whole_gradient(engine, all_on_rank_0(documents, mesh)),
         "replayed": whole_gradient(engine, dealt(given, mesh)),
+        "few experts": whole_gradient(engine, dealt(_always(given, first), mesh)),
     }
     report = engine.train_step(dealt(given, mesh), token_cross_entropy, normalizer=num_trained(given), lr=0.0).resolve()
     assert report.routers is not None

@@ -31,7 +31,7 @@ def alone(folder: Path) -> RoutedResult:
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", ["dealt", "lopsided", "replayed"])
+@pytest.mark.parametrize("name", ["dealt", "lopsided", "replayed", "few experts"])
 def test_ranks_together_have_the_gradient_of_one(
     alone: RoutedResult, two_ranks: dict[str, RoutedResult], name: str, how: str
 ) -> None:
