@@ -19,6 +19,7 @@ from podium.dry_run.fake_ranks import DryModel, dry_run, fake_mesh, fake_tensors
 from podium.engine.optimizer import AdamW
 from podium.engine.sharding import place_empty
 from podium.engine.train_step import ObjectiveBatch, TrainEngine
+from podium.errors import RecipeError
 from podium.models.head import TokenObjective
 from podium.models.verify import random_batch
 from podium.planning.collectives import Collective, step_collectives
@@ -63,6 +64,13 @@ def test_a_rank_of_eight_by_hand(tmp_path: Path) -> None:
         "all-reduce all": (8, 1, 5 * 4),
     }
     assert not dist.is_initialized()
+
+
+def test_divided_experts_are_refused(tmp_path: Path) -> None:
+    recipe = dry_recipe(config_folder(tmp_path / "m", TINY_MOE), 4, {"shard": 4})
+    divided = recipe.model_copy(update={"placement": recipe.placement.model_copy(update={"experts": 2})})
+    with pytest.raises(RecipeError, match=r"placement\.experts: 2 cannot be counted .*placement\.experts=1"):
+        dry_run(divided, H200)
 
 
 @dataclass(frozen=True, slots=True)
