@@ -26,6 +26,7 @@ from podium.models.head import full_logits, shaped_scores
 from podium.models.routing import Routing
 from podium.rollout.native.cache import KVCache
 from podium.rollout.native.forward import ModelForward, recording
+from podium.rollout.native.fused_experts import fused, fusible_experts
 from podium.rollout.native.kernels import cut_for, paged_decode, sample_on_device
 from podium.rollout.native.rows import Rows, RowTable
 from podium.rollout.native.runner import EagerRunner, SamplingTable, StepSamples
@@ -105,6 +106,7 @@ class GraphRunner:
         forward = ModelForward(model, modules, cache, device, recorded=recorded)
         self._eager = EagerRunner(forward, cache, rows, samples, slots=False)
         self._attach()
+        self._experts = fusible_experts(model.hf)
         count, width = rows.num_rows + 1, rows.blocks_RM.shape[1]
         self._token_R = torch.zeros(count, dtype=torch.int64, device=device)
         self._length_R = torch.ones(count, dtype=torch.int64, device=device)
@@ -260,7 +262,7 @@ class GraphRunner:
         experts = self._experts_LBK
         routing = None if experts is None else Routing(recorded_LTK=experts[:, :lanes])
         step = PagedDecode(self._table_RM, rows, length.to(torch.int32), cut)
-        with self._model.routed(routing):
+        with self._model.routed(routing), fused(self._experts):
             out = self._model.hf.get_decoder()(
                 input_ids=self._token_R.index_select(0, rows)[None],
                 position_ids=(length - 1)[None],
