@@ -209,4 +209,5 @@ def experts_with(tiles: Tiles, hidden: Tensor, experts: Tensor, gates: Tensor, g
 
 def _rows_of_block(pairs: int, num_experts: int) -> int:
     """About as many as an expert gets: more would be computed in vain, fewer would read its weights again."""
-    return min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, triton.next_power_of_2(-(-pairs // num_experts))))
+    mean = -(-pairs // num_experts)
+    return min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, 1 << (mean - 1).bit_length()))
