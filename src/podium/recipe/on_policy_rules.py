@@ -255,8 +255,8 @@ def _engine(recipe: OnPolicyRecipe) -> Iterator[str]:
         yield "rollout.engine: vllm keeps a copy of the weights and needs placement.layout split; or use native."
     if recipe.rollout.router_replay == "on":
         yield (
-            "rollout.router_replay: vllm returns its choices of experts only with its second model runner, and Podium's "
-            "sampler is written for the first. Set it to auto, or rollout.engine to native."
+            "rollout.router_replay: vllm returns its choices of experts only with its second model runner, and "
+            "Podium's sampler is written for the first. Set it to auto, or rollout.engine to native."
         )
     if recipe.model.lora is not None or recipe.model.new_tokens is not None:
         yield (
