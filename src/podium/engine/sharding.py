@@ -4,6 +4,7 @@ shards."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from podium.models.buffers import persistent_buffers, restore_buffers
 from podium.models.causal_lm import PackedCausalLM, build, load_config, padded_parameters
 from podium.models.context_plan import require_context_type
 from podium.models.expert_parallel import divide_experts
+from podium.models.fp8 import require_fp8, use_fp8
 from podium.models.lora import HEAD, adapter_source, require_adapter_of, shapes_of_adapter
 from podium.models.new_tokens import with_new_tokens
 from podium.models.precision import set_dtypes
@@ -33,6 +35,8 @@ from podium.recipe import ModelSection
 
 PackedModel = PackedCausalLM | PackedScalarLM
 _HEAD_WEIGHT = f"{HEAD}.weight"
+_FP8_KEY = "model.fp8"
+_LOG = logging.getLogger(__name__)
 
 
 def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
@@ -56,6 +60,8 @@ def place(
     of Podium's, to read the values from. Weights that it does not hold (the base of an adapter, frozen parameters in
     older ones) are still read from `folder`. `masters=False`: nothing is trained, so all weights exist once, in their
     compute dtype."""
+    if section.fp8:
+        require_fp8(mesh.device, _FP8_KEY)
     require_adapter_of(section, folder)
     config = load_config(folder, trust_remote_code=section.trust_remote_code)
     dtype = compute_dtype(section, mesh.device)
@@ -94,6 +100,8 @@ def place_scalar(
 ) -> tuple[PackedScalarLM, list[TrainedParameter]]:
     """Like `place`, for a body with a scalar head, which is trained beside an adapter too. If neither checkpoint nor
     adapter has a head of this shape, it begins at zero: every value is 0 until it has learned."""
+    if section.fp8:
+        require_fp8(mesh.device, _FP8_KEY)
     require_adapter_of(section, folder)
     config = load_config(folder, trust_remote_code=section.trust_remote_code)
     dtype = compute_dtype(section, mesh.device)
@@ -171,6 +179,15 @@ def _spread(
     }
     if mesh.world > 1:
         set_dtypes(model.hf, dict.fromkeys(with_masters, torch.float32))
+    if section.fp8:
+        model.fp8 = use_fp8(model.layers, _FP8_KEY, learner=True)
+        if left_out := model.fp8.left_out:
+            _LOG.warning(
+                "%s: %d linear layers (%s, ...) stay as they are: their sizes are no multiples of 16.",
+                _FP8_KEY,
+                len(left_out),
+                left_out[0],
+            )
     _prepare_layers(model, section, mesh.device)
     if mesh.devices is not None:
         unsharded = {parameter for name, parameter in model.hf.named_parameters() if name in other_dtype}

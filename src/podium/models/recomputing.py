@@ -51,7 +51,7 @@ def recompute_selectively(layers: list[nn.Module], kept: Kept) -> None:
     ranks = frozenset(_adapter_ranks(layers))
 
     def policy(_: SelectiveCheckpointContext, op: OpOverload, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_kept = op in attention or (kept == "products" and op in products and _is_costly(args, ranks))
+        is_kept = op in attention or (kept == "products" and op in products and _is_costly(op, args, ranks))
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def contexts() -> Any:
@@ -71,10 +71,12 @@ def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any], *input
     return checkpoint(run, *inputs, use_reentrant=False, context_fn=contexts)
 
 
-def _is_costly(args: tuple[Any, ...], ranks: frozenset[int]) -> bool:
+def _is_costly(op: OpOverload, args: tuple[Any, ...], ranks: frozenset[int]) -> bool:
     """Whether a product is one of many tokens with a matrix that is no adapter's. Sizes may be symbols of a compiler:
     they are compared, and not read."""
     matrices = [each for each in args if isinstance(each, Tensor) and each.dim() >= 2]
+    if op.name().startswith("aten::_scaled"):
+        matrices = matrices[:2]  # scales follow
     if len(matrices) < 2 or matrices[-2].shape[0] == 1:  # sums over tokens are products with one row
         return False
     return all(matrices[-1].shape[-2] != rank for rank in ranks)

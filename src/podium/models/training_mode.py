@@ -8,7 +8,7 @@ probability that could be set to 0. So the modules stay in eval mode while they 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self, assert_never
 
@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from podium.models.activation_offload import ActivationOffload
 from podium.models.context_axis import ContextAxis
+from podium.models.fp8 import Fp8Layers
 from podium.models.recomputing import recompute_selectively
 from podium.models.routing import Routers, Routing
 from podium.models.tensor_split import TensorSplit
@@ -39,6 +40,7 @@ class TrainedModule(nn.Module):
         self.split: TensorSplit | None = None  # how the layers are divided over a tensor axis
         self.context: ContextAxis | None = None  # over which the tokens of each forward are divided
         self.offload: ActivationOffload | None = None  # of the layers' inputs
+        self.fp8: Fp8Layers | None = None  # linear layers that can compute in fp8
         self._dropout = dropout
 
     def num_parameters(self, *, trained: bool = False) -> int:
@@ -75,6 +77,10 @@ class TrainedModule(nn.Module):
         finally:
             if not torch.is_grad_enabled():
                 self.route(None)
+
+    def generating(self) -> AbstractContextManager[None]:
+        """A context of an engine's forward: linear layers compute as the engine wants."""
+        return nullcontext() if self.fp8 is None else self.fp8.computing(self.fp8.generation)
 
     def checkpoint_activations(self, what: ActivationCheckpointing = "layers", *, offload: bool = False) -> None:
         """Recomputes parts of every decoder layer in the backward pass, or all of it. `offload`: the inputs of whole

@@ -59,6 +59,11 @@ class ModelSection(PathSection):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Compute dtype; auto is bfloat16 on CUDA, float32 on CPU. Masters are float32 always."
     )
+    fp8: Switch = Field(
+        False,
+        description="Matrix products of the linear layers of attention and MLPs in fp8, forward and backward; on GPUs of "
+        "Hopper or newer. Masters and all else stay as they are.",
+    )
     compile: Literal["auto", "on", "off"] = Field("auto", description="torch.compile per layer; auto: on CUDA only.")
     activation_checkpointing: ActivationCheckpointing = Field(
         "none",
@@ -387,6 +392,11 @@ class EngineSection(Section):
         "auto",
         description="On CUDA: `compiled` layers in captured graphs are fastest and take half a minute to compile, "
         "`captured` graphs start at once, `eager` has neither. auto: compiled, but captured for a small evaluation.",
+    )
+    fp8: Switch | None = Field(
+        None,
+        description="The native engine computes these products in fp8, with weights that are rounded once for each "
+        "version. Default: as model.fp8.",
     )
     offload_optimizer: Switch | None = Field(
         None,

@@ -25,7 +25,7 @@ from podium.rollout.fair_lock import FairLock
 from podium.rollout.native.block_manager import BlockManager
 from podium.rollout.native.cache import attention_layers, bytes_per_token
 from podium.rollout.native.engine_memory import EngineMemory, free_on_each
-from podium.rollout.native.engine_weights import EngineWeights
+from podium.rollout.native.engine_weights import EngineWeights, copies_in_fp8
 from podium.rollout.native.expert_cache import ExpertCache
 from podium.rollout.native.rows import Rows, RowTable, Sequence
 from podium.rollout.native.runner import Runner, SamplingTable, StepResult
@@ -74,6 +74,7 @@ class NativeEngine:
         self._weights = EngineWeights(model, group)
         self._lock = FairLock()
         model.eval()
+        fp8 = self._fp8 = copies_in_fp8(model, device, section)
         if group is not None:
             group.send(Prepare())
         modules, shapes = attention_layers(model, device)
@@ -90,7 +91,7 @@ class NativeEngine:
         # One block more than are allocated: idle lanes of a graph write there.
         num_blocks = sizes.num_blocks + (0 if sizes.slots else 1)
         self._memory = EngineMemory(
-            shapes, dtype, device, num_blocks=num_blocks, block_size=sizes.block_size, copy=copy, group=group
+            shapes, dtype, device, num_blocks=num_blocks, block_size=sizes.block_size, copy=copy, group=group, fp8=fp8
         )
         cache = self._cache = self._memory.cache
         self._block_manager = BlockManager(sizes.num_blocks, sizes.block_size, remember=section.reuse_prefixes)
@@ -229,6 +230,7 @@ class NativeEngine:
             self._block_manager.forget()
             try:
                 self._weights.take(version, delivery)
+                self._copy_to_fp8()
             except BaseException as error:
                 self._refusal = str(error) if isinstance(error, WeightMismatchError) else "the last install failed"
                 raise
@@ -249,7 +251,12 @@ class NativeEngine:
             self._preempt_all()
             self._block_manager.forget()
             self._weights.check(version)
+            self._copy_to_fp8()
             self._version, self._refusal = version.number, None
+
+    def _copy_to_fp8(self) -> None:
+        if self._fp8 is not None and not self._asleep:
+            self._fp8.copy_weights()
 
     # Memory
 
@@ -278,6 +285,8 @@ class NativeEngine:
             if moved:
                 self._runner.forget_addresses()
             self._asleep = False
+            if self._copy is None:
+                self._copy_to_fp8()
             return change
 
     # State
@@ -322,6 +331,8 @@ class NativeEngine:
             self._launched.clear()
             self._runner.close()
             self._memory.close()
+            if self._fp8 is not None:
+                self._fp8.drop_copies()
             if self._group is not None:
                 self._group.close()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory of an engine: the KV cache, and a full copy of the weights if there is one, on all ranks of a group."""
+"""Device memory of an engine: the KV cache, and copies of the weights if there are any, on all ranks of a group."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from podium.models.fp8 import Fp8Layers
 from podium.rollout.engine import MemoryChange
 from podium.rollout.native.cache import KVCache, LayerShape, bytes_per_token
 from podium.rollout.native.holding import Holding, free_bytes, hold
@@ -35,8 +36,10 @@ class EngineMemory:
         block_size: int,
         copy: WholeCopy | None,
         group: TensorLeader | None,
+        fp8: Fp8Layers | None = None,
     ) -> None:
-        self._device, self._copy, self._group = device, copy, group
+        self._device, self._group = device, group
+        self._copies: list[WholeCopy | Fp8Layers] = [each for each in (copy, fp8) if each is not None]
         size = num_blocks * block_size * bytes_per_token(shapes, dtype)
         self._holding: Holding = hold(size, device)
         storage = self._holding.bytes
@@ -53,7 +56,7 @@ class EngineMemory:
     def release(self) -> MemoryChange:
         """Frees the memory."""
         before = free_bytes(self._device)
-        accounted = self._holding.release() + (self._copy.release() if self._copy is not None else 0)
+        accounted = self._holding.release() + sum(each.release() for each in self._copies)
         change = MemoryChange(measured_bytes=self._measured(before), accounted_bytes=accounted)
         return self._of_all_ranks(Sleep(), change)
 
@@ -62,9 +65,9 @@ class EngineMemory:
         before = free_bytes(self._device)
         moved = self._holding.restore()
         accounted = self._holding.nbytes
-        if self._copy is not None:
-            moved |= self._copy.restore()
-            accounted += self._copy.nbytes
+        for each in self._copies:
+            moved |= each.restore()
+            accounted += each.nbytes
         change = MemoryChange(measured_bytes=-self._measured(before), accounted_bytes=accounted)
         return self._of_all_ranks(Wake(), change), moved
 

@@ -10,14 +10,30 @@ from torch import Tensor
 
 from podium.errors import WeightMismatchError
 from podium.models.causal_lm import PackedCausalLM, padded_parameters
+from podium.models.fp8 import Fp8Layers, require_fp8, use_fp8
 from podium.models.tensor_axis import TensorAxis
 from podium.models.tensor_split import TensorSplit
+from podium.recipe import EngineSection
 from podium.rollout.native.tensor_group import Install, TensorLeader, Verify
 from podium.weights.divided import fill_parts, verify_divided
 from podium.weights.held import all_tensors, fill_held, held_tensors
 from podium.weights.receiving import Verified, check_manifest, verify_in_place
 from podium.weights.transports import Delivery, torch_dtype
 from podium.weights.versions import WeightVersion
+
+_FP8_KEY = "rollout.fp8"
+
+
+def copies_in_fp8(model: PackedCausalLM, device: torch.device, section: EngineSection) -> Fp8Layers | None:
+    """Gives the linear layers copies of their weights in fp8, if the recipe wants that; None: it does not."""
+    learns_in_fp8 = model.fp8 is not None and model.fp8.learns_in_fp8
+    if not (learns_in_fp8 if section.fp8 is None else section.fp8):
+        return None
+    require_fp8(device, _FP8_KEY)
+    if model.fp8 is None:
+        model.fp8 = use_fp8(model.layers, _FP8_KEY, learner=False)
+    model.fp8.copy_weights()
+    return model.fp8
 
 
 class EngineWeights:

@@ -116,7 +116,7 @@ class ModelForward:
             repeats=self.moved(repeats) if len(repeats) else None,
         )
         fed = np.concatenate([np.arange(count), repeats])
-        with self._kernels(), self._model.routed(routing):
+        with self._kernels(), self._model.routed(routing), self._model.generating():
             out = self._model.hf.get_decoder()(
                 input_ids=self.moved(inputs.tokens_T[fed])[None],
                 position_ids=self.moved(inputs.positions_T[fed])[None],

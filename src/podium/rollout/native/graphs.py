@@ -262,7 +262,7 @@ class GraphRunner:
         experts = self._experts_LBK
         routing = None if experts is None else Routing(recorded_LTK=experts[:, :lanes])
         step = PagedDecode(self._table_RM, rows, length.to(torch.int32), cut)
-        with self._model.routed(routing), fused(self._experts):
+        with self._model.routed(routing), self._model.generating(), fused(self._experts):
             out = self._model.hf.get_decoder()(
                 input_ids=self._token_R.index_select(0, rows)[None],
                 position_ids=(length - 1)[None],
