@@ -22,7 +22,7 @@ from podium.models.buffers import persistent_buffers, restore_buffers
 from podium.models.causal_lm import PackedCausalLM, build, load_config, padded_parameters
 from podium.models.context_plan import require_context_type
 from podium.models.expert_parallel import divide_experts
-from podium.models.fp8 import require_fp8, use_fp8
+from podium.models.fp8 import require_fp8, require_undivided, use_fp8
 from podium.models.lora import HEAD, adapter_source, require_adapter_of, shapes_of_adapter
 from podium.models.new_tokens import with_new_tokens
 from podium.models.precision import set_dtypes
@@ -180,6 +180,7 @@ def _spread(
     if mesh.world > 1:
         set_dtypes(model.hf, dict.fromkeys(with_masters, torch.float32))
     if section.fp8:
+        require_undivided(mesh.tensor is not None, _FP8_KEY)
         model.fp8 = use_fp8(model.layers, _FP8_KEY, learner=True)
         if left_out := model.fp8.left_out:
             _LOG.warning(

@@ -3,9 +3,9 @@
 
 Each operand is rounded along the dim that the product sums over: one scale for each token or output of the forward,
 others for the two products of the backward pass. Scales are powers of two, so that rounding to e4m3 is the only
-rounding, and a weight is rounded alike for the forward and the backward pass unless it is tiny within its row or column.
-Gradients are e4m3 as well: their range is within what a scale per row leaves (2^17), and e5m2 would keep a bit less of
-each. Parameters, masters, optimizer state and all other operations are what they are without fp8.
+rounding, and a weight is rounded alike for the forward and the backward pass unless it is tiny within its row or
+column. Gradients are e4m3 as well: a scale per row leaves them a range of 2^17, and e5m2 would keep a bit less of each
+number. Parameters, masters, optimizer state and all other operations are what they are without fp8.
 
 On CUDA a product is one `torch._scaled_mm`; elsewhere it is emulated, which only tests ask for: `require_fp8` refuses
 such devices."""
@@ -40,7 +40,9 @@ Products = Literal["plain", "fp8", "generation"]
 def require_fp8(device: torch.device, key: str) -> None:
     """Raises an error if the device has no products in fp8."""
     if device.type != "cuda":
-        raise ModelError(f"{key}: {device.type} has no products in fp8. Remove it, or use a GPU of Hopper or newer.")
+        raise ModelError(
+            f"{key}: {device.type} has no products in fp8. Remove it, or use a GPU of Ada, Hopper or newer."
+        )
     capability = torch.cuda.get_device_capability(device)
     if capability < _OLDEST:
         raise ModelError(
@@ -206,6 +208,15 @@ class Fp8Layers:
         return [copy_NK.data_ptr() for copy_NK in self._copies()]
 
 
+def require_undivided(is_divided: bool, key: str) -> None:
+    """Raises an error if layers are divided over a tensor axis, whose forward passes are their own."""
+    if is_divided:
+        raise ModelError(
+            f"{key}: layers that are divided over a tensor axis do not compute in fp8. Remove it, or use "
+            "placement.policy.shard instead of tensor."
+        )
+
+
 def use_fp8(decoder_layers: Sequence[nn.Module], key: str, *, learner: bool) -> Fp8Layers:
     """Makes the linear layers of attention and MLPs able to compute in fp8, in place. Heads, embeddings, norms, routers
     and experts of a mixture stay as they are, and so do layers whose sizes are no multiples of 16. `learner`: they do
@@ -225,8 +236,8 @@ def use_fp8(decoder_layers: Sequence[nn.Module], key: str, *, learner: bool) -> 
             layers.append(layer)
     if not layers:
         raise ModelError(
-            f"{key}: no linear layer of this model can compute in fp8. These are {', '.join(sorted(_NAMES))} with sizes "
-            f"that are multiples of {_MULTIPLE}"
+            f"{key}: no linear layer of this model can compute in fp8. These are {', '.join(sorted(_NAMES))} with "
+            f"sizes that are multiples of {_MULTIPLE}"
             + (f"; {left_out[0]} and {len(left_out) - 1} others are not. " if left_out else ". ")
             + "Remove it."
         )

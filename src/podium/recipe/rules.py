@@ -15,6 +15,7 @@ def shared_rules(recipe: Recipe) -> list[str]:
     return [
         *_length(recipe),
         *_model(recipe),
+        *_fp8(recipe),
         *_dropout(recipe),
         *_schedule(recipe),
         *_evaluation(recipe),
@@ -54,6 +55,26 @@ def _model(recipe: Recipe) -> Iterator[str]:
             f"model.activation_checkpointing {model.activation_checkpointing} other tensors are kept beside them. Set "
             "that to layers, or remove this."
         )
+
+
+def _fp8(recipe: Recipe) -> Iterator[str]:
+    placement, model, rollout = recipe.placement, recipe.model, getattr(recipe, "rollout", None)
+    generates = rollout is not None and bool(rollout.fp8)
+    wanted = [key for key, is_on in {"model.fp8": model.fp8, "rollout.fp8": generates}.items() if is_on]
+    for key in wanted:
+        if placement.device == "cpu":
+            yield f"{key}: CPUs have no products in fp8. Remove it, or set placement.device to cuda."
+        if model.dtype == "float32":
+            yield f"{key}: results of products in fp8 are bfloat16, and model.dtype is float32. Remove one of the two."
+        policy = placement.policy
+        tensor = max(getattr(policy, "tensor", 1), getattr(placement, "generator_tensor", 1))
+        if tensor > 1:
+            yield (
+                f"{key}: layers that are divided over {tensor} devices do not compute in fp8. Remove it, or use "
+                "placement.policy.shard instead of tensor."
+            )
+    if generates and getattr(rollout, "engine", "native") == "vllm":
+        yield "rollout.fp8: only the native engine computes in fp8. Remove it, or set rollout.engine to native."
 
 
 def _dropout(recipe: Recipe) -> Iterator[str]:

@@ -61,8 +61,8 @@ class ModelSection(PathSection):
     )
     fp8: Switch = Field(
         False,
-        description="Matrix products of the linear layers of attention and MLPs in fp8, forward and backward; on GPUs of "
-        "Hopper or newer. Masters and all else stay as they are.",
+        description="Matrix products of the linear layers of attention and MLPs in fp8, forward and backward; on GPUs "
+        "of Ada, Hopper or newer. Masters and all else stay as they are.",
     )
     compile: Literal["auto", "on", "off"] = Field("auto", description="torch.compile per layer; auto: on CUDA only.")
     activation_checkpointing: ActivationCheckpointing = Field(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from podium.errors import WeightMismatchError
 from podium.models.causal_lm import PackedCausalLM, padded_parameters
-from podium.models.fp8 import Fp8Layers, require_fp8, use_fp8
+from podium.models.fp8 import Fp8Layers, require_fp8, require_undivided, use_fp8
 from podium.models.tensor_axis import TensorAxis
 from podium.models.tensor_split import TensorSplit
 from podium.recipe import EngineSection
@@ -30,6 +30,7 @@ def copies_in_fp8(model: PackedCausalLM, device: torch.device, section: EngineSe
     if not (learns_in_fp8 if section.fp8 is None else section.fp8):
         return None
     require_fp8(device, _FP8_KEY)
+    require_undivided(model.split is not None, _FP8_KEY)
     if model.fp8 is None:
         model.fp8 = use_fp8(model.layers, _FP8_KEY, learner=False)
     model.fp8.copy_weights()
