@@ -83,7 +83,9 @@ def test_gradients_are_near_those_without(folder: Path, mesh: Mesh, compiled: st
 @pytest.mark.parametrize("decode", ["eager", "captured", "compiled"])
 def test_an_engine_agrees_with_a_learner_in_fp8(folder: Path, mesh: Mesh, decode: str) -> None:
     model, _ = place(ModelSection(path=str(folder), fp8=True, compile="on"), folder, mesh, seed=0)
-    section = RolloutSection.model_validate({"decode": decode, "max_running": 16, "max_length": 128, "memory_gib": 1.0})
+    section = RolloutSection.model_validate(
+        {"fp8": True, "decode": decode, "max_running": 16, "max_length": 128, "memory_gib": 1.0}
+    )
     with torch.no_grad():
         engine = NativeEngine(model, mesh.device, section)
     try:

@@ -142,17 +142,12 @@ class Fp8Linear(nn.Linear):
 
 
 class Fp8Layers:
-    """The linear layers of a model that can compute in fp8."""
+    """The linear layers of a model that can compute in fp8. At most one engine generates with them at a time."""
 
     def __init__(self, layers: Sequence[Fp8Linear], left_out: Sequence[str], mode: Fp8Mode) -> None:
         self.layers, self.left_out, self._mode = layers, left_out, mode
         self.generation: Products = "plain"  # what an engine's forwards use
         self._addresses: list[int] = []
-
-    @property
-    def learns_in_fp8(self) -> bool:
-        """Whether the layers compute in fp8 outside of generation."""
-        return self._mode.products == "fp8"
 
     @contextmanager
     def computing(self, products: Products) -> Iterator[None]:

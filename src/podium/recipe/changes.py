@@ -67,7 +67,7 @@ _RESOLVED = ("epochs", "optimizer.warmup_ratio")
 
 
 # Newer than the first stored fingerprints: at these values, recipes keep the fingerprint that they had without the key.
-_OFF = {"rollout.staleness": 0, "rollout.on_new_weights": "keep", "model.fp8": False, "rollout.fp8": None}
+_OFF = {"rollout.staleness": 0, "rollout.on_new_weights": "keep", "model.fp8": False, "rollout.fp8": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

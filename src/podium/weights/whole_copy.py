@@ -11,7 +11,6 @@ from torch import Tensor
 from podium.errors import RolloutError
 from podium.models.buffers import restore_buffers
 from podium.models.causal_lm import PackedCausalLM, build
-from podium.models.fp8 import use_fp8
 from podium.recipe import ModelSection
 from podium.weights.held import all_tensors, fill_held, held_tensors
 from podium.weights.published import PublishedWeights
@@ -80,8 +79,6 @@ class WholeCopy:
 
 def _empty_model(section: ModelSection, config: Any, *, device: torch.device, dtype: torch.dtype) -> PackedCausalLM:
     model = build(section, config, device=torch.device("meta"), dtype=dtype)
-    if section.fp8:
-        model.fp8 = use_fp8(model.layers, "model.fp8", learner=True)
     model.to_empty(device=device)
     model.hf.tie_weights()
     restore_buffers(model.hf)

@@ -28,6 +28,13 @@ HELDOUT = "data.heldout=[{path: h.jsonl}]"
             ("optimizer.final_lr_ratio=0.1",),
             r"optimizer\.final_lr_ratio: 0\.1 .*constant.*optimizer\.schedule .*linear or cosine",
         ),
+        (("model.fp8=true", "placement.device=cpu"), r"model\.fp8: CPUs have no products in fp8.*placement\.device"),
+        (("rollout.fp8=true", "placement.device=cpu"), r"rollout\.fp8: CPUs have no products in fp8"),
+        (("model.fp8=true", "model.dtype=float32"), r"model\.fp8: .*model\.dtype is float32"),
+        (
+            ("model.fp8=true", "placement.devices=2", "placement.policy={tensor: 2}"),
+            r"model\.fp8: .*2 devices.*placement\.policy\.shard",
+        ),
         (("evaluation.every=5",), r"evaluation: .*data\.heldout"),
         (("evaluation.at_start=true",), r"evaluation: .*data\.heldout"),
         (("evaluation.generation={}",), r"evaluation: .*data\.heldout"),

@@ -26,8 +26,7 @@ _FP8_KEY = "rollout.fp8"
 
 def copies_in_fp8(model: PackedCausalLM, device: torch.device, section: EngineSection) -> Fp8Layers | None:
     """Gives the linear layers copies of their weights in fp8, if the recipe wants that; None: it does not."""
-    learns_in_fp8 = model.fp8 is not None and model.fp8.learns_in_fp8
-    if not (learns_in_fp8 if section.fp8 is None else section.fp8):
+    if not section.fp8:
         return None
     require_fp8(device, _FP8_KEY)
     require_undivided(model.split is not None, _FP8_KEY)

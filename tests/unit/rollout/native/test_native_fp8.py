@@ -60,7 +60,7 @@ def test_an_engine_in_fp8_beside_a_learner_that_is_not(folder: Path, emulated: N
 
 def test_both_in_fp8_agree(folder: Path, emulated: None) -> None:
     learner = learner_of(folder, fp8=True)
-    engine = learner.engine()  # as model.fp8
+    engine = learner.engine(fp8=True)
     assert learner.gap(sequence(engine, REQUEST)) < 1e-5
     engine.close()
     plain = sequence(learner.engine(fp8=False), REQUEST)
@@ -69,7 +69,7 @@ def test_both_in_fp8_agree(folder: Path, emulated: None) -> None:
 
 def test_new_weights_are_rounded_when_they_are_taken(folder: Path, emulated: None) -> None:
     learner = learner_of(folder, fp8=True)
-    engine = learner.engine()
+    engine = learner.engine(fp8=True)
     before = sequence(engine, REQUEST)
     learner.change(1.5)
     assert sequence(engine, ask(1, 5, new=4)).error is None
@@ -81,7 +81,7 @@ def test_new_weights_are_rounded_when_they_are_taken(folder: Path, emulated: Non
 
 def test_installed_weights_are_rounded(folder: Path, emulated: None) -> None:
     learner = learner_of(folder, fp8=True)
-    engine = learner.engine()
+    engine = learner.engine(fp8=True)
     learner.change(1.5)
     engine.install(learner.describe(1), None)
     assert learner.gap(sequence(engine, REQUEST)) < 1e-5
@@ -89,7 +89,7 @@ def test_installed_weights_are_rounded(folder: Path, emulated: None) -> None:
 
 def test_a_sleeping_engine_has_no_copies_and_makes_them_again(folder: Path, emulated: None) -> None:
     learner = learner_of(folder, fp8=True)
-    engine = learner.engine()
+    engine = learner.engine(fp8=True)
     layers = learner.model.fp8
     assert layers is not None
     with_copies = engine.sleep().accounted_bytes
