@@ -94,7 +94,7 @@ class _Fp8Product(torch.autograd.Function):
         return product(quantized_rows(x_TK), quantized_rows(weight_NK), x_TK.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TK, weight_NK = ctx.saved_tensors
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
