@@ -55,7 +55,7 @@ from podium.runs.lineage import Prepared, require_what_export_reads, write_note
 from podium.runs.listing import list_lines
 from podium.runs.pipeline_folder import PipelineFolder
 from podium.runs.showing import show_lines
-from podium.runs.supervised import predecessor_of
+from podium.runs.supervised import goes_on_with, predecessor_of
 from podium.runs.tracing import TraceSummary, write_trace
 from podium.trying import run_trial
 
@@ -205,7 +205,7 @@ def resume(
             f"{folder} is a replay, which is not continued. Remove it, and replay again: `podium replay "
             f"{opened.state()['replay_of']}`."
         )
-    if predecessor_of(opened.path) is not None:
+    if goes_on_with(opened.path):
         recipe = opened.recipe()
         return restart(Prepared(recipe=recipe, model=local_folder(recipe.model.path, "model.path")), opened)
     reader = newest_usable(opened.checkpoints, step)

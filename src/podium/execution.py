@@ -30,7 +30,7 @@ from podium.runs.failing import forget_failures
 from podium.runs.folder import RunFolder
 from podium.runs.host_memory import held_memory
 from podium.runs.lineage import NOTE, Prepared
-from podium.runs.supervised import SUPERVISION, SupervisedRun, is_restarting, predecessor_of
+from podium.runs.supervised import SUPERVISION, SupervisedRun, goes_on_with, is_restarting, predecessor_of
 from podium.runs.time_table import closing_lines
 
 # Other files of a model's folder: weights come from the checkpoint.
@@ -172,9 +172,13 @@ def _control_again(prepared: Prepared, recipe: OnPolicyRecipe, folder: RunFolder
 
 
 def _tell_supervisor(recipe: OnPolicyRecipe, folder: RunFolder) -> None:
-    """From now on this process is started again if it dies, where it has a supervisor."""
+    """From now on another process goes on with the run if this one dies, where it has a supervisor."""
     supervision, placement = SUPERVISION.get(), recipe.placement
-    if supervision is not None and recipe.keeps_snapshots:
+    if supervision is None:
+        return
+    if not recipe.keeps_snapshots:
+        supervision.begins_alone()
+    else:
         supervision.begins(
             SupervisedRun(
                 folder=folder.path, restarts=placement.restarts, heartbeat_timeout_s=placement.heartbeat_timeout_s
@@ -373,7 +377,7 @@ def _living(prepared: Prepared, folder: RunFolder, console: Console, resume_step
         console.record_in(folder.console_file)
         folder.stop_file.unlink(missing_ok=True)  # of an earlier life of this run
         forget_failures(folder.path)
-        if resume_step is not None and predecessor_of(folder.path) is None:
+        if resume_step is not None and not goes_on_with(folder.path):
             folder.write_recipe(prepared.recipe)
             before = folder.state().get("lineage")
             lineage = prepared.lineage(before, step=resume_step)

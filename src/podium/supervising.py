@@ -2,9 +2,9 @@
 """The supervisor of a command: starts the controller of a run again where it dies, or where its Ray died. Torch-free.
 
 `podium train` and `podium resume` of a recipe with a controller run in a child process. Its parent, the supervisor,
-does nothing but wait, so that little can happen to it. The child tells it when the run begins, and from then on it is
-started again. Ray and the workers of a child that was killed stay, and the next child attaches to them. When the
-supervisor is killed, the kernel ends the child, and with it the run."""
+does nothing but wait, so that little can happen to it. A child that is killed is followed by another one. Until it has
+told that the run began, the next one repeats the command. From then on Ray and the workers stay, and the next one
+attaches to them. When the supervisor is killed, the kernel ends the child, and with it the run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, Literal, NoReturn, TextIO
 
 from podium.controller.recovery import Abort, Death, RecoveryPlan
 from podium.environments.supervisor import adopt_orphans, descendants, end_all, end_like, reaped, signal_with_end_of
@@ -27,8 +28,10 @@ from podium.observe.console import PlainConsole
 from podium.observe.recording import RecordedConsole
 from podium.recipe import OnPolicyRecipe
 from podium.recipe.loading import read_values
+from podium.recipe.pipeline_loading import overridden
 from podium.recipe.programs import recipe_class
-from podium.runs.folder import is_pipeline_folder
+from podium.recipe.schema import OnPolicyPlacementSection
+from podium.runs.folder import is_pipeline_folder, overwritten
 from podium.runs.host_memory import forget_memory, keep_memory
 from podium.runs.supervised import GUARD, SUPERVISION, KeptRay, Predecessor, SupervisedRun, Supervision, note_end
 from podium.spmd.launch import place_under_torchrun
@@ -48,20 +51,41 @@ def is_supervised(arguments: Sequence[str]) -> bool:
     """Whether a command line has a supervisor: it runs a recipe that has a controller, or a pipeline with one."""
     if sys.platform != "linux" or not arguments or arguments[0] not in _VERBS or place_under_torchrun() is not None:
         return False
-    return any(_has_controller(Path(each)) for each in arguments[1:])
+    return any(_controlled(Path(each)) for each in arguments[1:])
 
 
-def _has_controller(path: Path) -> bool:
-    """Whether a path is a recipe with a controller, or the folder of such a run."""
+def _controlled(path: Path, overrides: Sequence[str] = ()) -> list[Mapping[str, Any]]:
+    """`placement` of all recipes with a controller that a path leads to: it is a recipe or a pipeline, or the folder of
+    one. Nothing is checked: the command itself says what is wrong."""
     file = path / "recipe.yaml" if path.is_dir() else path
     try:
-        values = read_values(file) if file.is_file() else {}
+        values: Mapping[str, Any] = read_values(file) if file.is_file() else {}
+        with contextlib.suppress(RecipeError):
+            values = overridden(values, overrides)
     except (RecipeError, OSError):
-        return False  # the command itself says what is wrong
-    stages = values.get("stages")
-    recipes = [values, *(stages.values() if isinstance(stages, Mapping) else ())]
-    kinds = [recipe_class(each) for each in recipes if isinstance(each, Mapping)]
-    return any(kind is not None and issubclass(kind, OnPolicyRecipe) for kind in kinds)
+        return []
+    defaults, stages = _mapping(values.get("defaults")), _mapping(values.get("stages"))
+    recipes = [values, *({**defaults, **_mapping(each)} for each in stages.values())]
+    kinds = [recipe_class(each) for each in recipes]
+    return [
+        {**_mapping(defaults.get("placement")), **_mapping(each.get("placement"))}
+        for each, kind in zip(recipes, kinds, strict=True)
+        if kind is not None and issubclass(kind, OnPolicyRecipe)
+    ]
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def limit_before_run(arguments: Sequence[str], key: Literal["restarts", "heartbeat_timeout_s"]) -> float:
+    """A number of `placement` that counts until the run has begun and tells its own: the largest of all recipes with a
+    controller, as file and `--set` of a command line say; the default where they say something else."""
+    overrides = [text for option, text in pairwise(arguments) if option == "--set"]
+    overrides += [each.removeprefix("--set=") for each in arguments if each.startswith("--set=")]
+    default: float = OnPolicyPlacementSection.model_fields[key].default
+    found = [each.get(key) for path in arguments[1:] for each in _controlled(Path(path), overrides)]
+    return max((each if type(each) in (int, float) and each >= 0 else default for each in found), default=default)
 
 
 def supervise(arguments: Sequence[str]) -> Sequence[str]:
@@ -69,7 +93,7 @@ def supervise(arguments: Sequence[str]) -> Sequence[str]:
     with the arguments of their command. The supervisor ends like the last of them."""
     adopt_orphans()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS | {signal.SIGCHLD})
-    watch, supervisor = _Watch(), os.getpid()
+    watch, supervisor = _Watch(arguments), os.getpid()
     while True:
         reading, writing = os.pipe()
         sys.stdout.flush()
@@ -83,7 +107,7 @@ def supervise(arguments: Sequence[str]) -> Sequence[str]:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             SUPERVISION.set(Supervision(writing, watch.predecessor, watch.folder))
             atexit.register(note_end)
-            return watch.arguments(arguments)
+            return watch.arguments
         os.close(writing)
         watch.follow(child, reading)
         os.close(reading)
@@ -92,15 +116,19 @@ def supervise(arguments: Sequence[str]) -> Sequence[str]:
 class _Watch:
     """Follows the child processes of one command."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: Sequence[str]) -> None:
         self.shares_terminal = os.isatty(0)
         self.predecessor: Predecessor | None = None
+        self.arguments = self._first = first  # of the next child
         self._run: SupervisedRun | None = None
-        self._plan = RecoveryPlan(0)
+        self._pipeline: Path | None = None
+        self._is_alone = False  # whether no other child goes on with the run
+        self._plan = RecoveryPlan(int(limit_before_run(first, "restarts")))
+        self._heartbeat_timeout_s = limit_before_run(first, "heartbeat_timeout_s")
         self._memory: TextIO | None = None
         self._ray: KeptRay | None = None  # of the last child: it stays if that one dies
         self._folders: set[str] = set()  # of all children
-        self._is_recorded = self._goes_on = False
+        self._is_recorded = False
         self._begin()
 
     def _begin(self) -> None:
@@ -118,41 +146,42 @@ class _Watch:
         """Of the run that the last child carried out."""
         return None if self._run is None else self._run.folder
 
-    def arguments(self, first: Sequence[str]) -> Sequence[str]:
-        """Of the next child: the command itself, or to go on with what it has begun."""
-        if self.predecessor is None or self._run is None:
-            return first
-        goes_on = self._goes_on or self._target != self._run.folder
-        return ["resume", str(self._target)] if goes_on else first
-
     def follow(self, child: int, pipe: int) -> None:
         """Waits for the end of a child. Returns if another one goes on; otherwise this process ends too."""
         self._begin()
         code = self._wait(child, pipe)
         cause = self._cause(code)
-        if cause is None or self._run is None:
+        if cause is None or self._is_alone or (self._run is None and code >= 0):
             self._end(code)
         ended_s = time.monotonic()
-        self._goes_on = self._is_recorded and (self._run.folder / "run.json").is_file()
-        is_kept = self._goes_on and self._ray is not None and _lives(self._ray)
-        self.predecessor = Predecessor(cause=cause, ended_s=ended_s, ray=self._ray if is_kept else None)
+        is_recorded = self._run is not None and self._is_recorded and (self._run.folder / "run.json").is_file()
+        is_kept = is_recorded and self._ray is not None and _lives(self._ray)
+        self.predecessor = Predecessor(
+            cause=cause, ended_s=ended_s, is_recorded=is_recorded, ray=self._ray if is_kept else None
+        )
         if self._ray is not None and is_kept:
             _end_others(self._ray)
         else:
             self._end_family(child)
+        target = self._target if self._run is None or is_recorded or self._target != self._run.folder else None
         console = RecordedConsole(PlainConsole(sys.stdout, log_every=1), log_every=1)
-        if self._goes_on:
+        if self._run is not None and is_recorded:
             console.record_in(self._run.folder / "console.log")
         decision = self._plan.decide(Death(part="controller", cause=cause)) if self._is_death else None
         if isinstance(decision, Abort):
-            console.warning(f"{cause} The run ends: {decision.reason}. Continue it with: podium resume {self._target}")
+            advice = "Give the command again." if target is None else f"Continue it with: podium resume {target}"
+            console.warning(f"{cause} The run ends: {decision.reason}. {advice}")
             self._end(code if code < 0 else _FAILED)
-        console.warning(f"{cause} A new controller goes on with the run.")
+        self.arguments = self._first if target is None else ["resume", str(target)]
+        goes_on = "A new controller goes on with the run." if self._run is not None else "The command is started again."
+        console.warning(f"{cause} {goes_on}")
 
     @property
-    def _target(self) -> Path:
-        """What is resumed: the run, or the pipeline of which it is a stage."""
-        assert self._run is not None
+    def _target(self) -> Path | None:
+        """What is resumed: the run, or the pipeline of which it is a stage. None: nothing is there to go on with. While
+        an earlier pipeline is still set aside, the command that replaces it is repeated."""
+        if self._run is None:
+            return self._pipeline if self._pipeline is not None and not overwritten(self._pipeline).exists() else None
         folder = self._run.folder
         return folder.parent if is_pipeline_folder(folder.parent) else folder
 
@@ -186,11 +215,16 @@ class _Watch:
     def _note(self, name: str, value: Any) -> None:
         match name:
             case "run":
-                before, self._run = self._run, SupervisedRun.of(value)
+                before, self._run, self._is_alone = self._run, SupervisedRun.of(value), False
+                self._heartbeat_timeout_s = self._run.heartbeat_timeout_s
                 if before is None or before.folder != self._run.folder:  # the next stage of a pipeline
                     self._forget_memory(before)
                     self._is_recorded = False
                     self._plan = RecoveryPlan(self._run.restarts)
+            case "pipeline":
+                self._pipeline = Path(value)
+            case "alone":
+                self._is_alone = True
             case "recorded":
                 self._is_recorded = True
             case "progress":
@@ -212,18 +246,18 @@ class _Watch:
                 raise AssertionError(name)
 
     def _look_at(self, child: int) -> None:
-        """Kills a child that has been stopped for longer than the heartbeat timeout. Counts looks instead of reading
-        the clock: this process may have been stopped itself."""
-        if self._run is None:
+        """Kills a child that has been stopped for longer than the heartbeat timeout, if another one would go on.
+        Counts looks instead of reading the clock: this process may have been stopped itself."""
+        if self._is_alone or (self._run is None and self._pipeline is not None):
             return
         from podium.cluster.processes import kill, look
 
         found = look(child)
         self._stopped_s = self._stopped_s + _LOOK_S if found is not None and found.is_stopped else 0.0
-        if found is not None and self._stopped_s >= self._run.heartbeat_timeout_s:
+        if found is not None and self._stopped_s >= self._heartbeat_timeout_s:
             self._asked = (
                 f"The controller (process {child}) is stopped (SIGSTOP) and has given no sign of life for "
-                f"{self._run.heartbeat_timeout_s:g} s."
+                f"{self._heartbeat_timeout_s:g} s."
             )
             kill(found)
 
@@ -239,8 +273,9 @@ class _Watch:
 
     def _end_family(self, child: int) -> None:
         """Returns when nothing is left of the processes of a child: they hold devices and memory."""
-        # The guard of a child whose Ray stays ends nothing as long as this process lives.
-        end_s = time.monotonic() + (0.0 if self._folders or self._ray is not None else _GUARD_S)
+        # The guard of a child whose Ray stays ends nothing as long as this process lives. Before a run there is none.
+        is_guarded = self._run is not None and not self._folders and self._ray is None
+        end_s = time.monotonic() + (_GUARD_S if is_guarded else 0.0)
         while reaped(child)[1] and time.monotonic() < end_s:
             time.sleep(0.02)
         end_all(child)

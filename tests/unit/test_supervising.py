@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from podium.runs.host_memory import memory_folder
-from podium.supervising import is_supervised
+from podium.supervising import is_supervised, limit_before_run
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="supervisors are of Linux"),
@@ -69,9 +69,69 @@ def test_it_ends_with_the_code_of_its_child(tmp_path: Path, code: int) -> None:
     assert supervised(tmp_path, "begin()", f"sys.exit({code})")[:2] == (code, [(FIRST, None)])
 
 
-def test_the_death_of_another_program_ends_it_in_the_same_way(tmp_path: Path) -> None:
-    code, lives, _ = supervised(tmp_path, "die(signal.SIGSEGV)")
-    assert (code, lives) == (-signal.SIGSEGV, [(FIRST, None)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_command_that_is_killed_before_its_run_begins_is_repeated(tmp_path: Path, number: signal.Signals) -> None:
+    """Nothing of the killed one is left, also what has left its session, and the next one knows of it."""
+    dies = f"""
+    if life < 3:
+        Path(f"left-{{life}}").write_text(str(subprocess.Popen(["sleep", "600"], start_new_session=True).pid))
+        die({int(number)})
+    assert not any(Path("/proc", each.read_text()).exists() for each in Path().glob("left-*"))
+    assert not predecessor.is_recorded and predecessor.ray is None
+    begin()
+    """
+    code, lives, said = supervised(tmp_path, dies)
+    cause = f"The controller was killed by {number.name}."
+    assert (code, lives) == (0, [(FIRST, None), (FIRST, cause), (FIRST, cause)])
+    assert said.count(f"warning: {cause} The command is started again.") == 2
+
+
+def test_one_that_is_always_killed_before_its_run_ends_like_it(tmp_path: Path) -> None:
+    code, lives, said = supervised(tmp_path, "die(signal.SIGSEGV)")
+    assert (code, len(lives)) == (-signal.SIGSEGV, 4)
+    assert "as often as placement.restarts allows. Give the command again." in said
+
+
+@pytest.mark.parametrize("how", ["sys.exit(2)", "os._exit(1)"])
+def test_an_error_before_the_run_ends_the_command_at_once(tmp_path: Path, how: str) -> None:
+    code, lives, said = supervised(tmp_path, how)
+    assert (code, len(lives), said) == (1 if "_exit" in how else 2, 1, "")
+
+
+def test_a_recipe_without_restarts_is_not_repeated(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("program: grpo\nplacement: {restarts: 0}")
+    code, lives, said = supervised(tmp_path, "die()")
+    assert (code, len(lives)) == (-signal.SIGKILL, 1)
+    assert "The run ends: placement.restarts is 0." in said
+
+
+def test_a_run_that_keeps_nothing_is_not_begun_again(tmp_path: Path) -> None:
+    code, lives, _ = supervised(tmp_path, "told.begins_alone()", "die()")
+    assert (code, lives) == (-signal.SIGKILL, [(FIRST, None)])
+
+
+@pytest.mark.parametrize("is_aside", [False, True])
+def test_a_pipeline_goes_on_in_a_stage_without_a_controller(tmp_path: Path, is_aside: bool) -> None:
+    """Unless an earlier one may still have to be brought back, which the command itself does."""
+    if is_aside:
+        (tmp_path / ".overwritten-pipeline").mkdir()
+    code, lives, _ = supervised(tmp_path, "told.begins_pipeline(Path('pipeline'))", "life == 1 and die()")
+    assert (code, lives[1][0]) == (0, FIRST if is_aside else ["resume", "pipeline"])
+
+
+def test_limits_before_a_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text("program: grpo\nplacement: {restarts: 7, heartbeat_timeout_s: 5}")
+    stages = "{a: {program: sft, placement: {restarts: 9}}, b: {program: ppo}, c: {program: grpo}}"
+    Path("b.yaml").write_text(f"program: pipeline\ndefaults: {{placement: {{restarts: 1}}}}\nstages: {stages}")
+    Path("c.yaml").write_text("program: grpo\nplacement: {restarts: '${env:N}'}")
+    known = {
+        ("a.yaml",): 7, ("a.yaml", "--set", "placement.restarts=0"): 0, ("--set=placement.restarts=2", "a.yaml"): 2,
+        ("b.yaml",): 1, ("b.yaml", "--set", "stages.b.placement.restarts=4"): 4, ("c.yaml",): 3, ("none.yaml",): 3,
+        ("a.yaml", "--set", "placement.restarts=many"): 3, ("a.yaml", "--set", "nonsense"): 7,
+    }  # fmt: skip
+    assert {each: limit_before_run(["train", *each], "restarts") for each in known} == known
+    assert limit_before_run(["train", "a.yaml"], "heartbeat_timeout_s") == 5
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

@@ -100,7 +100,8 @@ async def _drive(
     )
     memory: AbstractContextManager[None] = nullcontext()
     if recipe.keeps_snapshots:  # a supervisor removes it when the run has ended
-        memory = held_memory(folder.path, is_emptied=predecessor is None, is_removed=supervision is None)
+        is_first = predecessor is None or not predecessor.is_recorded
+        memory = held_memory(folder.path, is_emptied=is_first, is_removed=supervision is None)
     with memory, _restarted_if_ray_died(supervision):
         async with _assembled(load_program, recipe, folder, resume_step, names, watch, start_up) as assembled:
             from podium.controller.assembly import result_of

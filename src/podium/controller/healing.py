@@ -61,10 +61,12 @@ async def run_program(
     assembled: Assembled[Program], steps: StepChoice, recovery: RecoveryPlan, predecessor: Predecessor | None = None
 ) -> OnPolicyRun[OnPolicyRecipe]:
     """Runs the program to its end. A run that fails is saved as far as its learners answer. `predecessor`: the process
-    with whose run this one goes on."""
+    with whose run this one goes on, or whose command it repeats."""
     first = inputs = assembled.inputs
     milestones: Milestones | None = None
-    if predecessor is not None:
+    if predecessor is not None and not predecessor.is_recorded:
+        _note_recovery(assembled, Death(part="controller", cause=predecessor.cause), inputs, predecessor.ended_s)
+    elif predecessor is not None:
         inputs = await _rewound(assembled, recovery, None, predecessor, committed=0)
         milestones = milestones_of_killed(first, inputs.resume_step or 0)
     while True:
@@ -140,18 +142,21 @@ async def _rewound(
                 break
             except (WorkerDiedError, OverdueError) as again:
                 error = again
-    step, seconds = inputs.resume_step or 0, now_s() - began_s
     assert begun is not None
-    remedy_name, how = "rewind", ""
-    if begun.part == "controller" and workers.num_attached:
-        remedy_name, how = "attach", f", attached to {counted(workers.num_attached, 'worker')}"
-    elif begun.part == "controller":
-        remedy_name, how = "restart", ", with new workers"
-    append_recovery(
-        first.folder.path, part=begun.part, cause=begun.cause, remedy=remedy_name, step=step, seconds=seconds
-    )
-    console.note(f"the {begun.part} is back after {seconds:.1f} s{how}: going on after step {step}")
+    _note_recovery(assembled, begun, inputs, began_s)
     return inputs
+
+
+def _note_recovery(assembled: Assembled[Program], death: Death, inputs: Inputs, began_s: float) -> None:
+    """Records that the run goes on with these inputs, and says so. `began_s`: when the death was noticed."""
+    step, seconds, num_attached = inputs.resume_step or 0, now_s() - began_s, assembled.workers.num_attached
+    remedy, how = "rewind", ""
+    if death.part == "controller" and num_attached:
+        remedy, how = "attach", f", attached to {counted(num_attached, 'worker')}"
+    elif death.part == "controller":
+        remedy, how = "restart", ", with new workers"
+    append_recovery(inputs.folder.path, part=death.part, cause=death.cause, remedy=remedy, step=step, seconds=seconds)
+    assembled.console.note(f"the {death.part} is back after {seconds:.1f} s{how}: going on after step {step}")
 
 
 async def _save_before_failing(run: OnPolicyRun[OnPolicyRecipe] | None, error: Exception, console: Console) -> None:

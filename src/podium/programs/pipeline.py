@@ -26,7 +26,7 @@ from podium.runs.folder import RunFolder
 from podium.runs.lineage import Prepared, read_note, short
 from podium.runs.pipeline_folder import PipelineFolder, StageRecord
 from podium.runs.result import RunResult
-from podium.runs.supervised import predecessor_of
+from podium.runs.supervised import SUPERVISION, predecessor_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +96,9 @@ def run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder, verbs: Verbs) -
     console, watch, outcomes = PlainConsole(sys.stdout, log_every=1), Stopwatch(), list[StageOutcome]()
     with folder.create_and_hold():
         folder.begin(recipe)
+        supervision = SUPERVISION.get()
+        if supervision is not None:
+            supervision.begins_pipeline(folder.path)
         order = recipe.order()
         for number, name in enumerate(order, start=1):
             say = functools.partial(_say, console, f"stage {number} of {len(order)}, {name}")

@@ -22,6 +22,7 @@ from podium.observe.metrics import METRICS_FILE, read_metrics
 from podium.recipe import Recipe, dump_recipe, load_recipe
 
 PIPELINE_STATE = "pipeline.json"
+_LOCK = "run.lock"
 _LOCK_TRIES, _LOCK_PAUSE_S = 3, 0.05
 Status = Literal["starting", "running", "stopped", "failed", "finished"]
 
@@ -122,21 +123,26 @@ class RunFolder:
         cls, recipe: Recipe, *, files: Mapping[str, str] | None = None, lineage: Mapping[str, Any] | None = None
     ) -> RunFolder:
         """Creates a folder with the recipe, the run's lineage, and fingerprints of the files that must not change
-        before a resume. Never overwrites a run that has begun, only the remains of a killed start."""
+        before a resume. Never overwrites a run that has begun, only the remains of a killed start. The folder appears
+        under its name when it is complete."""
         cls.check_free(recipe)
         folder = cls.of(recipe)
-        path = folder.path
-        if folder._was_never_begun():
-            shutil.rmtree(path)
+        path, new = folder.path, cls(path=_incomplete(folder.path))
         try:
-            folder.checkpoints.mkdir(parents=True)
-            folder.recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
-            folder.update(
-                status="starting", versions=_versions(), program=recipe.written("program") or recipe.program,
-                files=dict(files or {}), lineage=dict(lineage or {}),
-            )  # fmt: skip
+            if folder._was_never_begun():
+                _remove(path)
+            new.path.mkdir(parents=True, exist_ok=True)  # one that is there is of a process that was killed here
+            with new.held():
+                _empty(new.path)
+                new.checkpoints.mkdir()
+                new.recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
+                new.update(
+                    status="starting", versions=_versions(), program=recipe.written("program") or recipe.program,
+                    files=dict(files or {}), lineage=dict(lineage or {}),
+                )  # fmt: skip
+                os.rename(new.path, path)  # not onto a folder that another process has made meanwhile
         except OSError as error:
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(new.path, ignore_errors=True)
             raise RunFolderError(f"the run folder {path} cannot be written: {error.strerror or error}.") from error
         return folder
 
@@ -207,7 +213,7 @@ class RunFolder:
             )
         with self.held():
             if self.is_starting and self._overwritten.exists():
-                shutil.rmtree(self.path)  # a killed start; the run before it is still set aside
+                _remove(self.path)  # a killed start; the run before it is still set aside
                 return
             self.forget_overwritten()
             os.replace(self.path, self._overwritten)
@@ -232,7 +238,7 @@ class RunFolder:
     def discard_if_stopped_early(self) -> None:
         """Removes the folder of a run that was stopped before the end of its first step: it cannot be resumed."""
         if self.state().get("step") == 0 and not self.saved_steps():
-            shutil.rmtree(self.path)
+            _remove(self.path)
 
     def end_failed(self, error: BaseException) -> None:
         """Records the failure in run.json, and adds to the error how to continue. Removes the folder of a run that
@@ -241,7 +247,7 @@ class RunFolder:
             if not self.path.exists():
                 return
             if self.status == "starting":
-                shutil.rmtree(self.path)
+                _remove(self.path)
                 error.add_note(f"it failed before the end of its first step, and left nothing in {self.path}")
                 return
             with contextlib.suppress(OSError):  # a full disk, for instance: how to continue is said all the same
@@ -327,6 +333,27 @@ def overwritten(path: Path) -> Path:
     return path.with_name(f".overwritten-{path.name}")
 
 
+def _incomplete(path: Path) -> Path:
+    """The name of a run folder while it is made or removed: a process that is killed then leaves it under this one."""
+    return path.with_name(f".incomplete-{path.name}")
+
+
+def _remove(path: Path) -> None:
+    """Removes a run folder. What is killed meanwhile leaves nothing under its name."""
+    shutil.rmtree(_incomplete(path), ignore_errors=True)
+    os.rename(path, _incomplete(path))
+    shutil.rmtree(_incomplete(path))
+
+
+def _empty(path: Path) -> None:
+    """Removes what is in a folder that this process holds."""
+    for each in path.iterdir():
+        if each.is_dir():
+            shutil.rmtree(each)
+        elif each.name != _LOCK:
+            each.unlink()
+
+
 def is_pipeline_folder(path: str | Path) -> bool:
     """Whether the folder is a pipeline's."""
     return (Path(path) / PIPELINE_STATE).is_file()
@@ -337,7 +364,7 @@ def held(path: Path) -> Iterator[None]:
     """Locks a folder against other processes. The operating system releases the lock when this process ends in any
     way."""
     try:
-        lock = (path / "run.lock").open("a+")
+        lock = (path / _LOCK).open("a+")
     except OSError as error:
         raise RunFolderError(f"{path} cannot be written: {error.strerror or error}.") from error
     with lock as file:
@@ -360,7 +387,7 @@ def held(path: Path) -> Iterator[None]:
 def _holder(path: Path) -> str:
     """Who runs the folder and since when, in brackets; empty if that cannot be read."""
     try:
-        holder = json.loads((path / "run.lock").read_text(encoding="utf-8"))
+        holder = json.loads((path / _LOCK).read_text(encoding="utf-8"))
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since_s"]))
         return f" (process {holder['pid']} on {holder['host']}, since {since})"
     except (OSError, ValueError, KeyError, TypeError):
@@ -370,7 +397,7 @@ def _holder(path: Path) -> str:
 def is_held(path: Path) -> bool:
     """Whether a process is running the folder now. Those who only ask do not see each other."""
     try:
-        with (path / "run.lock").open("r") as file:  # also where nothing can be written
+        with (path / _LOCK).open("r") as file:  # also where nothing can be written
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
     except BlockingIOError:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from podium.runs.folder import is_pipeline_folder
+
 GUARD = "guard"
 """The name of the process that ends a Ray with the process that it belongs to."""
 
@@ -53,6 +55,7 @@ class Predecessor:
 
     cause: str  # of its end
     ended_s: float  # by the clock of `time.monotonic`, which all processes of a machine share
+    is_recorded: bool  # whether the run folder has all that is needed to go on; if not, the command is repeated
     ray: KeptRay | None = None  # what it has left behind
 
 
@@ -78,19 +81,29 @@ class Supervision:
     """The way of a process to its supervisor. A supervisor that does not read costs messages, never time."""
 
     def __init__(self, pipe: int, predecessor: Predecessor | None = None, run: Path | None = None) -> None:
-        """`predecessor`: the process before this one, and the `run` that it carried out."""
+        """`predecessor`: the process before this one, and the `run` that it carried out; None: it had begun none."""
         os.set_blocking(pipe, False)
         self._pipe, self._predecessor, self._run = pipe, predecessor, run
         self.asks_restart = self._has_begun = False
 
     def predecessor(self, folder: Path) -> Predecessor | None:
         """The process whose run this one goes on with, if that is the run of the folder."""
-        return self._predecessor if self._run is not None and self._run.absolute() == folder.absolute() else None
+        if self._run is None:  # stages of a pipeline before this one have taken their time
+            return None if is_pipeline_folder(folder.parent) else self._predecessor
+        return self._predecessor if self._run.absolute() == folder.absolute() else None
+
+    def begins_pipeline(self, folder: Path) -> None:
+        """The folder of a pipeline has all that is needed to go on with it."""
+        self._tell("pipeline", str(folder))
 
     def begins(self, run: SupervisedRun) -> None:
-        """From now on the process is started again if it dies."""
+        """From now on the process that takes the place of this one goes on with the run."""
         self._has_begun = True
         self._tell("run", dict(run.values()))
+
+    def begins_alone(self) -> None:
+        """From now on the process is not started again if it dies: its run keeps nothing for another one."""
+        self._tell("alone", True)
 
     def is_recorded(self) -> None:
         """The run folder has all that is needed to go on: before, the command itself has to be repeated."""
@@ -115,7 +128,7 @@ class Supervision:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the process is started again if it dies."""
+        """Whether another process would go on with its run."""
         return self._has_begun
 
     def ask_restart(self, cause: str, *, is_death: bool = True) -> None:
@@ -135,9 +148,15 @@ SUPERVISION: ContextVar[Supervision | None] = ContextVar("supervision", default=
 
 
 def predecessor_of(folder: Path) -> Predecessor | None:
-    """The process after whose death this one goes on with the run of a folder; None: there was none."""
+    """The process after whose death this one goes on with the run of a folder, or begins it; None: there was none."""
     supervision = SUPERVISION.get()
     return None if supervision is None else supervision.predecessor(folder)
+
+
+def goes_on_with(folder: Path) -> bool:
+    """Whether this process goes on with the run of a folder as another one of the same command has recorded it."""
+    predecessor = predecessor_of(folder)
+    return predecessor is not None and predecessor.is_recorded
 
 
 def note_end() -> None:

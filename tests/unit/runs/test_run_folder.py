@@ -121,7 +121,8 @@ def test_updates_merge_and_leave_no_temporary_file(recipe: Recipe) -> None:
     folder.update(step=3)
 
     assert (folder.status, folder.state()["step"], folder.state()["cpu"]) == ("running", 3, {"threads": 1})
-    assert sorted(path.name for path in folder.path.iterdir()) == ["checkpoints", "recipe.yaml", "run.json"]
+    names = sorted(path.name for path in folder.path.iterdir())
+    assert names == ["checkpoints", "recipe.yaml", "run.json", "run.lock"]
 
 
 def test_a_write_that_fails_half_way_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
