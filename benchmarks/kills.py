@@ -54,6 +54,8 @@ def main() -> None:
 def plan(asked: argparse.Namespace) -> list[Trial]:
     """Trials of this call: all of them, or the one that is asked for alone."""
     endless = drawn(asked.seed, asked.layouts, asked.victims, asked.signal)
+    if asked.start_up:
+        endless = (trial for trial in endless if trial.moment.steps is None)
     if asked.trial is not None:
         return [next(islice(endless, asked.trial, None))]
     return list(islice(endless, asked.trials))
@@ -172,6 +174,7 @@ def parsed() -> argparse.Namespace:
         help=f"separated by commas, of {', '.join((*VICTIMS, RANK))}; {CONTROL}: nobody, as a control",
     )  # fmt: skip
     parser.add_argument("--signal", default="KILL", choices=["KILL", "STOP"])
+    parser.add_argument("--start-up", action="store_true", help="only trials that hit first during start-up")
     parser.add_argument("--folder", type=Path, help="for runs and rows; default: a temporary one")
     parser.add_argument("--parallel", type=int, default=1, help="trials at the same time")
     parser.add_argument("--hang-s", type=float, default=180.0, help="after a hit, before a command counts as hanging")

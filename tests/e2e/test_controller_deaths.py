@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import time
 from collections.abc import Callable, Mapping
 from contextlib import chdir, closing, suppress
 from pathlib import Path
@@ -178,6 +179,33 @@ def test_the_run_goes_on(
         assert each.step >= after - 1
     assert said.count("A new controller goes on with the run.") == len(afters)
     assert any("recover" in line for line in show_lines(run))
+    memory = memory_folder(run)
+    assert memory is None or not memory.exists()
+
+
+@pytest.mark.parametrize("moments_s", [(0.0, 0.3, 0.9), (1.5, 2.5, 4.0)], ids=["first second", "afterwards"])
+def test_a_command_that_is_killed_in_its_first_seconds_goes_on(
+    task: Path, undisturbed: dict[str, dict[str, Any]], moments_s: tuple[float, ...]
+) -> None:
+    """Before and after its run begins; each controller so many seconds after it appeared."""
+    name = f"early-{moments_s[0]:g}"
+    file, output, run = task / f"{name}.yaml", task / f"{name}.out", task / "runs" / name
+    file.write_text(yaml.safe_dump(values_of("grpo", name)), encoding="utf-8")
+    with chdir(task), podium("train", str(file), output=output) as process:
+        killed: list[int] = []
+        for moment_s in moments_s:
+            wait_until(lambda: controller(process.pid) not in (None, *killed), "a controller", deadline_s=60)
+            found = controller(process.pid)
+            assert found is not None
+            time.sleep(moment_s)
+            os.kill(found, signal.SIGKILL)
+            killed.append(found)
+        assert process.wait(200) == 0, output.read_text()
+        wait_until(lambda: not session_of(process.pid), "the end of the session", deadline_s=15)
+    said = " ".join(output.read_text().split())
+    assert said.count("The controller was killed by SIGKILL.") == len(moments_s), said
+    assert fingerprint(run, step=STEPS) == expected(undisturbed, "grpo", task), said
+    assert [(each.part, each.remedy) for each in recoveries(run)][-1] == ("controller", "restart")
     memory = memory_folder(run)
     assert memory is None or not memory.exists()
 

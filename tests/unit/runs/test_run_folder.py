@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from helpers.recipes import make_recipe
 from podium.errors import RunFolderError
 from podium.observe.line_files import LineFile
-from podium.recipe import Recipe
+from podium.recipe import Recipe, dump_recipe
 from podium.runs.folder import RunFolder, row_lines, write_atomically
 
 
@@ -42,6 +44,52 @@ def test_a_folder_that_exists_is_never_written_over(recipe: Recipe) -> None:
     with pytest.raises(RunFolderError, match=rf"{folder.path} .*`podium resume"):
         RunFolder.create(recipe)
     assert folder.status == "running"
+
+
+# Makes a folder and lets the run fail, in processes of which number N is killed before its Nth change of a file there.
+KILLED = """
+import itertools, os, signal, sys
+from pathlib import Path
+from podium.recipe import load_recipe
+from podium.runs.folder import RunFolder
+
+CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+root, recipe = sys.argv[1], load_recipe(sys.argv[2])
+
+def dies(number):
+    left = itertools.count(number, -1)
+
+    def hook(event, arguments):
+        if event in CHANGES and root in str(arguments[0]) and next(left) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+for number in itertools.count(1):
+    child = os.fork()
+    if child == 0:
+        dies(number)
+        RunFolder.create(recipe).end_failed(RuntimeError())
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    folder = RunFolder.create(recipe)
+    assert folder.is_starting and folder.recipe() == recipe and not any(folder.checkpoints.iterdir())
+    assert [each.name for each in folder.path.parent.iterdir()] == [folder.path.name]
+    folder.end_failed(RuntimeError())
+    assert not any(folder.path.parent.iterdir())
+    if code == 0:
+        print(number)
+        break
+    assert code == -signal.SIGKILL
+"""
+
+
+def test_a_start_that_is_killed_at_any_moment_leaves_the_name_free(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "sums.yaml").write_text(dump_recipe(recipe))
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "runs"), str(tmp_path / "sums.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 10
 
 
 def test_a_file_in_the_way_is_refused_and_left_alone(recipe: Recipe, tmp_path: Path) -> None:
