@@ -136,10 +136,17 @@ def _unmeasured(run: RunCosts, best: Configuration) -> list[str]:
             f"{best.num_learners} learners: updates were measured with {base.num_learners}. Their time was taken in "
             "proportion to the tokens of a learner, without what collectives cost and whether the memory suffices."
         )
-    notes.append(
-        "other micro_batch_tokens were not looked at: a run with one micro-batch does not tell what another takes. "
-        "`podium plan RECIPE` predicts them from the shape of the model."
-    )
+    if 0 < run.micro_batches <= 1 and best.num_learners >= base.num_learners:
+        notes.append(
+            "other micro_batch_tokens were not looked at: every optimizer step of this run was one micro-batch, so "
+            "that a larger one changes nothing."
+        )
+    else:
+        known = f" of {run.micro_batches:.3g} micro-batches" if run.micro_batches > 1 else ""
+        notes.append(
+            f"other micro_batch_tokens were not looked at: a run whose updates{known} have one size does not tell what "
+            "another takes. `podium plan RECIPE` predicts them from the shape of the model."
+        )
     return notes
 
 

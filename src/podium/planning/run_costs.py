@@ -74,6 +74,7 @@ class RunCosts:
     simulated_step_s: float  # of these
     num_steps: int
     decoded_lanes: tuple[float, float] | None = None  # fewest and most lanes of decoding steps that were measured
+    micro_batches: float = 0.0  # of an optimizer step of a learner, at most; 0: the metrics do not tell
 
     @property
     def knows_lanes(self) -> bool:
@@ -163,6 +164,7 @@ def estimate_costs(records: RunRecords, *, others: Sequence[RunRecords] = ()) ->
         simulated_step_s=_report(costs, workload, configuration, repeated, records.num_before).step_s,
         num_steps=len(records.steps),
         decoded_lanes=_decoded_lanes(records),
+        micro_batches=max(records.values("micro_steps")) / records.recipe.full_algorithm.mini_batches,
     )
 
 

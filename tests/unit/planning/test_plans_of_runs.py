@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,27 @@ def test_too_few_lanes_are_found_and_more_of_them_are_faster(tmp_path: Path) -> 
     before_s, after_s = read_records(run).step_s, read_records(after).step_s
     assert after_s < 0.9 * before_s
     assert plan.found.fastest.step_s == pytest.approx(after_s, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("micro_steps", "mini_batches", "says"),
+    [
+        (1, 1, "every optimizer step of this run was one micro-batch, so that a larger one changes nothing"),
+        (2, 2, "every optimizer step of this run was one micro-batch"),
+        (6, 2, "a run whose updates of 3 micro-batches have one size does not tell"),
+        (None, 1, "a run whose updates have one size does not tell what another takes"),
+    ],
+)
+def test_why_micro_batches_are_not_searched(
+    tmp_path: Path, micro_steps: int | None, mini_batches: int, says: str
+) -> None:
+    run = ran(tmp_path, WEIGHTS, algorithm={"mini_batches": mini_batches})
+    metrics = run / "metrics.jsonl"
+    lines = [json.loads(line) | {"micro_steps": micro_steps} for line in metrics.read_text().splitlines()]
+    kept_lines = [{name: value for name, value in line.items() if value is not None} for line in lines]
+    metrics.write_text("".join(json.dumps(each) + "\n" for each in kept_lines))
+    (note,) = [each for each in plan_runs([run], stalenesses=(0,)).notes if each.startswith("other micro_batch_tokens")]
+    assert says in note
 
 
 def test_lanes_that_suffice_are_left(tmp_path: Path) -> None:
