@@ -92,7 +92,7 @@ function recipeDiff(runs) {
     tableOf(
       ["key", ...runs.map((run) => run.id)],
       shown.map((key) => [
-        el("code", {}, key),
+        el("code", {}, breakable(key)),
         ...runs.map((run) => ({
           cell: isIn(run, key) ? el("code", {}, plain(run.recipe[key])) : el("span", { class: "dim" }, "–"),
         })),
@@ -148,4 +148,9 @@ function drawMetrics(container, answer, [a, b]) {
       : el("p", {}, "All metrics are the same at the steps that both have."),
     same && differing.length ? el("p", { class: "dim small" }, `${same} other metrics are the same.`) : null,
   );
+}
+
+/** A key of a recipe that may be broken after its dots. */
+function breakable(key) {
+  return key.split(/(?<=\.)/).flatMap((part, at) => (at ? [el("wbr"), part] : [part]));
 }

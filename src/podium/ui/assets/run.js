@@ -240,7 +240,7 @@ function drawFacts(body, run) {
           events.length
             ? tableOf(
                 ["when", "kind", "what"],
-                events.map((each) => [moment(each.time_s), each.kind, each.text]),
+                events.map((each) => [moment(each.time_s), { cell: each.kind, class: "word" }, each.text]),
                 { label: "Events" },
               )
             : el("p", { class: "dim" }, "No deaths, recoveries or changes of membership."),

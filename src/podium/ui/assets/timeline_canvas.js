@@ -100,14 +100,9 @@ function drawLane(pen, worker, state, { left, width, top, place, hatch, ink, wel
         pen.fillRect(x, y, 1, LANE);
       }
     }
-    if (wide > 46) {
-      pen.save();
-      pen.beginPath();
-      pen.rect(x, y, wide - 3, LANE);
-      pen.clip();
+    if (wide > 46 && pen.measureText(briefName(span)).width <= wide - 8) {
       pen.fillStyle = span.idle ? ink : "#fff";
       pen.fillText(briefName(span), x + 5, y + LANE / 2 + 0.5);
-      pen.restore();
     }
   }
 }
