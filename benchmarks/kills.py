@@ -54,10 +54,10 @@ def main() -> None:
 def plan(asked: argparse.Namespace) -> list[Trial]:
     """Trials of this call: all of them, or the one that is asked for alone."""
     endless = drawn(asked.seed, asked.layouts, asked.victims, asked.signal)
-    if asked.start_up:
-        endless = (trial for trial in endless if trial.moment.steps is None)
     if asked.trial is not None:
         return [next(islice(endless, asked.trial, None))]
+    if asked.start_up:
+        endless = (trial for trial in endless if trial.moment.steps is None)
     return list(islice(endless, asked.trials))
 
 

@@ -84,8 +84,9 @@ def limit_before_run(arguments: Sequence[str], key: Literal["restarts", "heartbe
     overrides = [text for option, text in pairwise(arguments) if option == "--set"]
     overrides += [each.removeprefix("--set=") for each in arguments if each.startswith("--set=")]
     default: float = OnPolicyPlacementSection.model_fields[key].default
-    found = [each.get(key) for path in arguments[1:] for each in _controlled(Path(path), overrides)]
-    return max((each if type(each) in (int, float) and each >= 0 else default for each in found), default=default)
+    found: list[Any] = [each.get(key) for path in arguments[1:] for each in _controlled(Path(path), overrides)]
+    numbers: list[float] = [each if type(each) in (int, float) and each >= 0 else default for each in found]
+    return max(numbers, default=default)
 
 
 def supervise(arguments: Sequence[str]) -> Sequence[str]:
