@@ -47,7 +47,11 @@ class ThreadAxis:
 
 
 class ThreadContext(ThreadAxis):
-    """Has the methods of ContextAxis."""
+    """Has the methods of ContextAxis. `received`: numbers that came with each exchange."""
+
+    def __init__(self, *place: Any) -> None:
+        super().__init__(*place)
+        self.received: list[int] = []
 
     def gather(self, part: Tensor) -> Tensor:  # type: ignore[override]
         return torch.stack(self._exchange(part))
@@ -56,7 +60,7 @@ class ThreadContext(ThreadAxis):
         return torch.stack(self._exchange(parts)).sum(0)[self.rank]
 
     def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], None]:
-        self.num_held = max(getattr(self, "num_held", 0), sum(each.numel() for each in receives.values()))
+        self.received.append(sum(each.numel() for each in receives.values()))
         self._shared[self.rank] = {peer: each.detach().clone() for peer, each in sends.items()}  # type: ignore[assignment]
         self._barrier.wait()
         sent = {peer: self._shared[peer].pop(self.rank) for peer in receives}  # type: ignore[operator]

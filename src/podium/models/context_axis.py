@@ -8,42 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Renamed in torch 2.13, which warns of the old names.
-_gather_whole = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+from podium.models.rank_axis import RankAxis, passed, reduce_scatter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ContextAxis:
+class ContextAxis(RankAxis):
     """This rank's place among the ranks that compute parts of the same tokens."""
-
-    group: dist.ProcessGroup
-    rank: int
-    size: int
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Adds up the values of all ranks, in place."""
-        dist.all_reduce(values, group=self.group)
-        return values
 
     def gather(self, part_X: Tensor) -> Tensor:
         """The values of all ranks, of one shape on all of them -> [N, X]."""
-        part_X = part_X.contiguous()
-        parts_NX = part_X.new_empty((self.size, *part_X.shape))
-        _gather_whole(parts_NX.view(-1), part_X.view(-1), group=self.group)
-        return parts_NX
+        return self.stacked(part_X)
 
     def add_up(self, parts_NX: Tensor) -> Tensor:
         """The transpose of `gather`: the sum over all ranks of what each has for this one [X]."""
         parts_NX = parts_NX.contiguous()
         part_X = torch.empty_like(parts_NX[0])
-        _reduce_scatter(part_X.view(-1), parts_NX.view(-1), group=self.group)
+        reduce_scatter(part_X.view(-1), parts_NX.view(-1), group=self.group)
         return part_X
 
     def swap(self, parts_NX: Tensor) -> Tensor:
@@ -71,31 +56,9 @@ class ContextAxis:
 
 def swap_over_context(parts_NX: Tensor, axis: ContextAxis) -> Tensor:
     """`ContextAxis.swap`, differentiable."""
-    return _Swap.apply(parts_NX, axis)  # type: ignore[no-any-return, no-untyped-call]
+    return passed(parts_NX, axis.swap, axis.swap)
 
 
 def gather_over_context(part_X: Tensor, axis: ContextAxis) -> Tensor:
     """`ContextAxis.gather`, differentiable: a rank's values have the gradients of all ranks that read them."""
-    return _Gather.apply(part_X, axis)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parts_NX: Tensor, axis: ContextAxis) -> Tensor:
-        ctx.axis = axis
-        return axis.swap(parts_NX)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.swap(grads[0]), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part_X: Tensor, axis: ContextAxis) -> Tensor:
-        ctx.axis = axis
-        return axis.gather(part_X)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.add_up(grads[0]), None
+    return passed(part_X, axis.gather, axis.add_up)

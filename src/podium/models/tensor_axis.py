@@ -7,34 +7,24 @@ them: each is the transpose of another, so that gradients are those of one devic
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Renamed in torch 2.13, which warns of the old name.
-_gather_whole = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+from podium.models.rank_axis import RankAxis, passed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TensorAxis:
+class TensorAxis(RankAxis):
     """This rank's place among the ranks that compute on the same data."""
-
-    group: dist.ProcessGroup
-    rank: int
-    size: int
 
     def part(self, length: int) -> slice:
         """This rank's part of a dimension that the ranks divide evenly."""
         assert length % self.size == 0
         each = length // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Adds up the values of all ranks, in place."""
-        dist.all_reduce(values, group=self.group)
-        return values
 
     def largest(self, values: Tensor) -> Tensor:
         """The element-wise maximum over all ranks, in place."""
@@ -50,76 +40,42 @@ class TensorAxis:
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
         """The parts of all ranks, joined in dimension `dim`."""
-        part = part.contiguous()
-        parts = part.new_empty((self.size, *part.shape))
-        _gather_whole(parts.view(-1), part.view(-1), group=self.group)
-        return torch.cat(parts.unbind(0), dim=dim)
+        return torch.cat(self.stacked(part).unbind(0), dim=dim)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def copy_to_axis(values: Tensor, axis: TensorAxis) -> Tensor:
     """Values that all ranks have, into layers of which each rank has a part. Backward: each rank has a part of their
     gradient, and these are added up."""
-    return _Copy.apply(values, axis)  # type: ignore[no-any-return, no-untyped-call]
+    return passed(values, lambda values: values.view_as(values), partial(_added, axis=axis))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def reduce_from_axis(values: Tensor, axis: TensorAxis) -> Tensor:
     """Values of which each rank has a summand. Backward: each summand has the gradient of the sum."""
-    return _Reduce.apply(values, axis)  # type: ignore[no-any-return, no-untyped-call]
+    return passed(values, partial(_added, axis=axis), lambda grad: grad)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather_from_axis(values_XE: Tensor, axis: TensorAxis) -> Tensor:
     """Values of which each rank has a part of the last dimension. Backward: each rank takes the gradient of its part,
     which all ranks have."""
-    return _Gather.apply(values_XE, axis)  # type: ignore[no-any-return, no-untyped-call]
+    return passed(values_XE, partial(_joined, axis=axis), partial(_own_part, axis=axis))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def scatter_to_axis(values_XE: Tensor, axis: TensorAxis) -> Tensor:
     """This rank's part of the last dimension of values that all ranks have. Backward: the gradients of all parts."""
-    return _Scatter.apply(values_XE, axis)  # type: ignore[no-any-return, no-untyped-call]
+    return passed(values_XE, partial(_own_part, axis=axis), partial(_joined, axis=axis))
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.sum(grads[0].clone(memory_format=torch.contiguous_format)), None
+def _added(values: Tensor, axis: TensorAxis) -> Tensor:
+    return axis.sum(values.clone(memory_format=torch.contiguous_format))
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, axis: TensorAxis) -> Tensor:
-        return axis.sum(values.clone(memory_format=torch.contiguous_format))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], None
+def _own_part(values_XE: Tensor, axis: TensorAxis) -> Tensor:
+    return values_XE[..., axis.part(values_XE.shape[-1])].contiguous()
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values_XE: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return axis.gather(values_XE, values_XE.dim() - 1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0][..., ctx.axis.part(grads[0].shape[-1])].contiguous(), None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values_XE: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return values_XE[..., axis.part(values_XE.shape[-1])].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.axis.gather(grads[0], grads[0].dim() - 1), None
+def _joined(values_XE: Tensor, axis: TensorAxis) -> Tensor:
+    return axis.gather(values_XE, values_XE.dim() - 1)
