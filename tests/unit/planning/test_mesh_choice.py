@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from podium.planning.memory import TOLERANCE, memory_of, refusal
 from podium.planning.mesh_choice import choose_mesh, with_chosen_mesh
 from podium.planning.model_shape import shape_of
 from podium.recipe import SpmdRecipe, dump_recipe, parse_recipe
-from podium.recipe.policy_mesh import MeshSizes, PolicyMeshSection
+from podium.recipe.policy_mesh import MeshSizes, PolicyMeshSection, section_of
 
 H100, H200 = device_named("H100"), device_named("H200")
 LONG = {"data": {"train": "rows.jsonl", "max_length": 8192}, "micro_batch_tokens": 8192}
@@ -107,7 +107,7 @@ def test_a_run_is_prepared_with_axes_in_place_of_auto(tmp_path: Path, capsys: py
     assert isinstance(prepared.placement.policy, PolicyMeshSection)
     sizes = prepared.placement.policy.sizes(2)
     assert f"placement.policy: auto is {sizes}" in " ".join(capsys.readouterr().out.split())
-    assert yaml.safe_load(dump_recipe(prepared))["placement"]["policy"] == asdict(sizes)
+    assert yaml.safe_load(dump_recipe(prepared))["placement"]["policy"] == section_of(sizes).model_dump()
 
 
 def test_devices_that_are_not_known_here_all_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
