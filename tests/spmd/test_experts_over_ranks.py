@@ -20,7 +20,7 @@ from podium.engine.resuming import restore_optimizer
 from podium.recipe.policy_mesh import MeshSizes
 from podium.spmd.launch import launch
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SAME = 1e-5
 SHAPES = (
     MeshSizes(shard=4),
