@@ -49,7 +49,7 @@ TILES = {
     "deep": Tiles(Tile(64, 64, 4, 5), Tile(128, 64, 4, 5)),
     "transposed": Tiles(Tile(64, 128, 4, 3, transposed=True), Tile(128, 128, 4, 3, transposed=True)),
 }
-DEFAULT_TILES = TILES["wide"]
+DEFAULT_TILES = TILES["transposed"]  # by 1% the fastest at 64 tokens on an H200: little depends on it
 
 
 @triton.jit  # type: ignore[untyped-decorator]
