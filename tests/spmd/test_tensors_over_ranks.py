@@ -96,10 +96,12 @@ def replicating(mesh: Mesh, folder: Path) -> TrainEngine:
     """In float32 nothing is kept whole; here routers and norms are, as if the model computed in another dtype."""
     shard = sharding._shard
 
-    def keeping(model: PackedModel, at: Mesh, dtype: torch.dtype, kept: set[nn.Parameter]) -> None:
+    def keeping(
+        model: PackedModel, at: Mesh, dtype: torch.dtype, kept: set[nn.Parameter], experts: list[nn.Module]
+    ) -> None:
         assert not kept
         named = model.hf.named_parameters()
-        shard(model, at, dtype, {each for name, each in named if "norm" in name or "gate.weight" in name})
+        shard(model, at, dtype, {each for name, each in named if "norm" in name or "gate.weight" in name}, experts)
 
     sharding._shard = keeping
     try:
