@@ -156,8 +156,10 @@ $(BROWSER_INSTALLED): tests/browser/requirements.txt constraints.txt
 	$(BROWSER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
+BROWSER_TESTS := $(BROWSER_VENV)/bin/python -m pytest -q -o cache_dir=.pytest_cache/browser --confcutdir tests/browser -m browser tests/browser
+
 test-browser: $(BROWSER_INSTALLED)  ## the page of `podium ui` in Chromium; skipped where there is none
-	$(BROWSER_VENV)/bin/python -m pytest -q --confcutdir tests/browser -m browser tests/browser
+	$(BROWSER_TESTS) || $(BROWSER_TESTS) $(AGAIN)
 
 TRACKERS_VENV ?= .venv-trackers
 TRACKERS_INSTALLED := $(TRACKERS_VENV)/.installed
