@@ -14,7 +14,8 @@ from torch import Tensor
 
 PIECE_ELEMENTS = 1 << 25
 """Of one piece: 384 MiB of masters and moments. Three of them are on the device at most: one arriving, one being
-updated, one leaving."""
+updated, one leaving. It is a multiple of what a vector loop takes at once: the elements that such a loop leaves over
+may be rounded otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
