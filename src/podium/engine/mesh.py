@@ -17,7 +17,7 @@ from podium.engine.addresses import DeviceKind, Meeting
 from podium.engine.meeting import join_default_group
 from podium.errors import LaunchError
 from podium.models.context_axis import ContextAxis
-from podium.models.expert_axis import ExpertAxis
+from podium.models.expert_axis import ExpertAxis, ExpertGroups
 from podium.models.tensor_axis import TensorAxis
 from podium.recipe import PlacementSection
 from podium.recipe.policy_mesh import MeshSizes
@@ -34,7 +34,7 @@ class Mesh:
     devices: DeviceMesh | None
     tensor: TensorAxis | None = None  # ranks that compute one model together, on the same data
     context: ContextAxis | None = None  # ranks that compute parts of the same tokens
-    experts: ExpertAxis | None = None  # ranks that hold the experts of a mixture between them
+    experts: ExpertGroups | None = None  # ranks that hold the experts of a mixture between them, and exchange tokens
     expert_devices: DeviceMesh | None = None  # of FSDP, over ranks that hold the same experts
 
     @property
@@ -187,10 +187,8 @@ def with_axes(mesh: Mesh, sizes: MeshSizes, *, timeout_s: float) -> Mesh:
         group = _axis_group(ranks.view(sizes.data_ranks, sizes.context, sizes.tensor), 1, timeout_s)
         context = ContextAxis(group=group, rank=mesh.rank // sizes.tensor % sizes.context, size=sizes.context)
         context.sum(torch.zeros(1, device=mesh.device))  # NCCL wants all to meet before some send to some
-    if sizes.experts > 1:
-        mesh = _with_experts(mesh, sizes, timeout_s)
     if ranks.shape[1] == mesh.world:
-        return replace(mesh, context=context)
+        return _with_experts(replace(mesh, context=context), sizes, timeout_s)
     replicas, shards, tensors = (_axis_group(ranks, axis, timeout_s) for axis in range(3))
     own_RS = ranks[:, :, mesh.rank % sizes.tensor].contiguous()
     if sizes.replicate > 1:
@@ -201,21 +199,30 @@ def with_axes(mesh: Mesh, sizes: MeshSizes, *, timeout_s: float) -> Mesh:
     tensor = None
     if sizes.tensor > 1:
         tensor = TensorAxis(group=tensors, rank=mesh.rank % sizes.tensor, size=sizes.tensor)
-    return replace(mesh, devices=devices, tensor=tensor, context=context)
+    return _with_experts(replace(mesh, devices=devices, tensor=tensor, context=context), sizes, timeout_s)
 
 
 def _with_experts(mesh: Mesh, sizes: MeshSizes, timeout_s: float) -> Mesh:
-    """Neighbours among the ranks that shard hold all experts between them. Collective."""
-    assert sizes.tensor == 1, "mixtures have no tensor axis"
-    ranks = torch.arange(mesh.world).view(sizes.replicate, -1, sizes.experts)
+    """Neighbours among the ranks that shard, with all ranks of their tensor groups, hold all experts between them; those
+    with the same tensor part exchange tokens. Collective."""
+    if sizes.experts == 1:
+        return mesh
+    num_holders = sizes.experts * sizes.tensor
+    ranks = torch.arange(mesh.world).view(sizes.replicate, -1, num_holders)
     replicas, shards, group = (_axis_group(ranks, axis, timeout_s) for axis in range(3))
-    rank = mesh.rank % sizes.experts
+    rank = mesh.rank % num_holders
     if sizes.replicate > 1:
         own_RS, names = ranks[:, :, rank].contiguous(), ("replicate", "shard")
         devices = DeviceMesh.from_group([replicas, shards], mesh.device.type, mesh=own_RS, mesh_dim_names=names)
     else:
         devices = DeviceMesh.from_group(shards, mesh.device.type, mesh_dim_names=("shard",))
-    return replace(mesh, experts=ExpertAxis(group=group, rank=rank, size=sizes.experts), expert_devices=devices)
+    exchange = ExpertAxis(group=group, rank=rank // sizes.tensor, size=sizes.experts)
+    if mesh.tensor is None:
+        return replace(mesh, experts=ExpertGroups(holders=exchange, exchange=exchange), expert_devices=devices)
+    holders = TensorAxis(group=group, rank=rank, size=num_holders)
+    same_part = _axis_group(ranks.view(-1, sizes.experts, sizes.tensor), 1, timeout_s)
+    groups = ExpertGroups(holders=holders, exchange=replace(exchange, group=same_part), tensor=mesh.tensor)
+    return replace(mesh, experts=groups, expert_devices=devices)
 
 
 def _axis_group(ranks: Tensor, axis: int, timeout_s: float) -> dist.ProcessGroup:

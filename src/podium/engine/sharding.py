@@ -21,6 +21,7 @@ from podium.errors import ModelError
 from podium.models.buffers import persistent_buffers, restore_buffers
 from podium.models.causal_lm import PackedCausalLM, build, load_config, padded_parameters
 from podium.models.context_plan import require_context_type
+from podium.models.expert_axis import ExpertGroups
 from podium.models.expert_parallel import divide_experts
 from podium.models.fp8 import require_fp8, require_undivided, use_fp8
 from podium.models.lora import HEAD, adapter_source, require_adapter_of, shapes_of_adapter
@@ -170,7 +171,7 @@ def _spread(
         model.context = mesh.context
     if mesh.tensor is not None:
         divide_model(model, mesh.tensor)
-    experts = [] if mesh.experts is None else divide_experts(model, mesh.experts)
+    experts = _divided_experts(model, mesh)
     other_dtype = {name for name, parameter in model.hf.named_parameters() if parameter.dtype != dtype}
     with_masters = {
         name
@@ -226,8 +227,8 @@ def whole_shape(name: str, parameter: Tensor, split: TensorSplit | None) -> tupl
 def is_copy(name: str, parameter: Tensor, mesh: Mesh, split: TensorSplit | None) -> bool:
     """Whether another rank holds the same part, and is the one that counts and saves it."""
     is_first = mesh.replica == 0 if isinstance(parameter, DTensor) else mesh.token_rank == 0
-    is_divided = split is None or not split.has_copies or split.axis.rank == 0 or name in split.dims
-    return not (is_first and is_divided)
+    is_whole = split is not None and split.tensor is not None and name not in split.divisions
+    return not is_first or (is_whole and split.tensor.rank > 0)
 
 
 def reshard(model: nn.Module) -> None:
@@ -297,6 +298,16 @@ def _prepare_layers(model: PackedModel, section: ModelSection, device: torch.dev
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for layer in model.layers:
             layer.compile()
+
+
+def _divided_experts(model: PackedModel, mesh: Mesh) -> list[nn.Module]:
+    """Divides the experts of a mixture, in place. Returns modules that FSDP shards apart: over ranks with the same
+    experts, where these are not those of the rest."""
+    if mesh.experts is not None:
+        return divide_experts(model, mesh.experts)
+    if mesh.tensor is not None:
+        divide_experts(model, ExpertGroups(holders=mesh.tensor, tensor=mesh.tensor))
+    return []
 
 
 def _shard(

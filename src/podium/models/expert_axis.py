@@ -36,6 +36,30 @@ class ExpertAxis(TensorAxis):
         return received_MX
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ExpertGroups:
+    """The ranks that hold all experts between them. Of `holders`, those of `tensor` compute the same tokens, and each
+    takes the ones of its own experts; those of `exchange` compute different ones, and send them to each other."""
+
+    holders: TensorAxis
+    exchange: ExpertAxis | None = None
+    tensor: TensorAxis | None = None
+
+    def __post_init__(self) -> None:
+        sizes = [1 if axis is None else axis.size for axis in (self.exchange, self.tensor)]
+        assert sizes[0] * sizes[1] == self.holders.size
+
+    @property
+    def num_tensor(self) -> int:
+        """How many ranks compute the same tokens."""
+        return 1 if self.tensor is None else self.tensor.size
+
+    @property
+    def num_exchange(self) -> int:
+        """How many ranks send tokens to each other."""
+        return 1 if self.exchange is None else self.exchange.size
+
+
 def exchange_over_experts(values_NX: Tensor, sent: Sequence[int], got: Sequence[int], axis: ExpertAxis) -> Tensor:
     """`ExpertAxis.exchange`, differentiable: gradients go back the way that values came."""
     return _Exchange.apply(values_NX, sent, got, axis)  # type: ignore[no-any-return, no-untyped-call]

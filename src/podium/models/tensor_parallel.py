@@ -9,7 +9,7 @@ The model is divided while it has no memory; the values are then read part by pa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,23 +22,26 @@ from podium.errors import ModelError, UnsupportedModelError
 from podium.models.causal_lm import PackedCausalLM
 from podium.models.scalar import PackedScalarLM
 from podium.models.tensor_axis import TensorAxis, copy_to_axis, gather_from_axis, reduce_from_axis, scatter_to_axis
-from podium.models.tensor_plan import KEY, undivided, unsupported_type
-from podium.models.tensor_split import TensorSplit
+from podium.models.tensor_plan import ADDED, BY_HEADS, KEY, SUMMED, undivided, unsupported_type
+from podium.models.tensor_split import Division, TensorSplit
 
 _COLWISE, _ROWWISE = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
-_SUMMED = "replicated_with_grad_allreduce"  # whole on each rank, which has the gradient of its own heads alone
+# Experts are divided by number, in models/expert_parallel.py: a part of a tensor with gates beside ups is no box.
+_OF_EXPERTS = ("packed_colwise", "moe_tp_experts")
 
 
 def divide_model(model: PackedCausalLM | PackedScalarLM, axis: TensorAxis) -> None:
-    """Keeps this rank's part of every layer that the plan divides, in place. Raises an error if the plan does not allow
-    it."""
+    """Keeps this rank's part of every layer that the plan divides, in place, but for experts. Raises an error if the
+    plan does not allow it."""
     division = _Division(model.hf, axis)
     planned = _planned(model.hf)
     for style, module in planned.values():
-        if style == _SUMMED:
+        if style == SUMMED:
             division.sum_gradients(module)
         else:
             division.linear(module, style)
+    for parameter in _by_heads(model.hf):
+        division.by_heads(parameter)
     for owner in {name.rpartition(".")[0] for name, (style, _) in planned.items() if style in _COLWISE}:
         division.share_input(model.hf.base_model.get_submodule(owner))
     embedding, head = model.hf.get_input_embeddings(), None
@@ -59,17 +62,17 @@ def divide_model(model: PackedCausalLM | PackedScalarLM, axis: TensorAxis) -> No
 def _planned(hf: PreTrainedModel) -> dict[str, tuple[str, nn.Module]]:
     """The modules of the body that the plan names, with how it divides each, by their names in the body."""
     config = hf.config.get_text_config()
-    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    plan = _plan(hf)
     if (reason := unsupported_type(config.model_type)) is not None:
         raise UnsupportedModelError(f"{KEY}: {reason}")
-    unknown = {style for style in plan.values() if style not in (*_COLWISE, *_ROWWISE, _SUMMED)}
+    unknown = {style for style in plan.values() if style not in (*_COLWISE, *_ROWWISE, *_OF_EXPERTS, SUMMED)}
     if unknown or not plan:
         what = f"divides layers by {', '.join(sorted(unknown))}" if unknown else "is empty"
         raise UnsupportedModelError(
             f"{KEY}: transformers' plan for {config.model_type} {what}, which Podium does not know. Use "
             "placement.policy.shard instead."
         )
-    patterns = [(re.compile(re.escape(name).replace(r"\*", r"\d+")), style) for name, style in plan.items()]
+    patterns = [(_pattern(name), style) for name, style in plan.items() if style not in _OF_EXPERTS]
     found: dict[str, tuple[str, nn.Module]] = {}
     for name, module in hf.base_model.named_modules():
         style = next((style for pattern, style in patterns if pattern.fullmatch(name)), None)
@@ -84,6 +87,25 @@ def _planned(hf: PreTrainedModel) -> dict[str, tuple[str, nn.Module]]:
                 f"have for its own heads only. Update transformers (tested: 5.22)."
             )
     return found
+
+
+def _plan(hf: PreTrainedModel) -> dict[str, str]:
+    """How modules are divided, by patterns of their names: transformers' plan and what it leaves out."""
+    config = hf.config.get_text_config()
+    added = {name: style for name, style in ADDED.get(config.model_type, {}).items() if style != BY_HEADS}
+    return {**(getattr(config, "base_model_tp_plan", None) or {}), **added}
+
+
+def _by_heads(hf: PreTrainedModel) -> list[nn.Parameter]:
+    """Parameters outside of linear layers that have one number for each head."""
+    added = ADDED.get(hf.config.get_text_config().model_type, {})
+    patterns = [_pattern(name) for name, style in added.items() if style == BY_HEADS]
+    named = hf.base_model.named_parameters()
+    return [parameter for name, parameter in named if any(pattern.fullmatch(name) for pattern in patterns)]
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(name).replace(r"\*", r"\d+"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,6 +128,10 @@ class _Division:
     def sum_gradients(self, module: nn.Module) -> None:
         """A module that every rank has whole, and applies to its own heads."""
         self._summed |= {id(parameter) for parameter in module.parameters()}
+
+    def by_heads(self, parameter: nn.Parameter) -> None:
+        """A parameter with one number for each head."""
+        self._cut(parameter, 0)
 
     def linear(self, module: nn.Module, style: str) -> None:
         """A linear layer, with an adapter or without."""
@@ -152,14 +178,15 @@ class _Division:
 
     def apply(self) -> TensorSplit:
         """Replaces the divided parameters by this rank's parts."""
-        dims = {name: self._divided[id(each)].dim for name, each in self._named() if id(each) in self._divided}
+        divided = {name: self._divided[id(each)].dim for name, each in self._named() if id(each) in self._divided}
+        divisions = {name: Division(self._axis, dim) for name, dim in divided.items()}
         summed = frozenset(name for name, each in self._named() if id(each) in self._summed)
         parts = {key: self._part(each) for key, each in self._divided.items()}
         for module in self._hf.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if id(parameter) in parts:
                     setattr(module, name, parts[id(parameter)])
-        return TensorSplit(axis=self._axis, dims=dims, summed=summed)
+        return TensorSplit(tensor=self._axis, divisions=divisions, summed=summed)
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         return list(self._hf.named_parameters())

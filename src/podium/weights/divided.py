@@ -50,7 +50,8 @@ def verify_divided(tensors: Mapping[str, Tensor], split: TensorSplit, version: W
 
 def _partial(part: Tensor, name: str, shape: tuple[int, ...], split: TensorSplit) -> Tensor:
     """This rank's contribution to a fingerprint. Whole rows count: columns are gathered first."""
-    axis, dim = split.axis, split.dims.get(name)
+    division = split.divisions.get(name)
+    axis, dim = split.axis, None if division is None else division.dim
     box = split.box(name, Box.whole(part.shape), part.shape)
     if dim is not None and dim > 0:
         part = axis.gather(part, dim)

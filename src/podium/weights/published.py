@@ -160,6 +160,7 @@ def _of_parameter(
 ) -> _Part:
     split = model.split
     shape = whole_shape(name, parameter, split)
+    division = None if split is None else split.divisions.get(name)
     return _Part(
         spec=TensorSpec(
             name=name, shape=shape if real_rows is None else (real_rows, *shape[1:]), dtype=_name_of(dtype)
@@ -169,8 +170,8 @@ def _of_parameter(
         box=local_box(name, parameter, split),
         num_rows=parameter.shape[0] if shape else 1,
         is_copy=is_copy(name, parameter, mesh, split),
-        axis=None if split is None or name not in split.dims else split.axis,
-        dim=0 if split is None else split.dims.get(name, 0),
+        axis=None if division is None else division.axis,
+        dim=0 if division is None else division.dim,
     )
 
 
