@@ -80,11 +80,14 @@ def _check_experts(recipe: Recipe, key: str, path: str, config: Mapping[str, Any
     reason = expert_plan.unsupported_type(str(config.get("model_type"))) if count else None
     if reason is not None:
         raise RecipeError(f"{expert_plan.KEY}: {key}: {reason}")
-    if count % asked:
-        fits = expert_plan.nearest(asked, count, recipe.placement.mesh_sizes.sharding)
-        raise RecipeError(
-            f"{expert_plan.KEY}: {asked} does not divide the {count} experts of {key} ({path}). Use {fits}."
-        )
+    sizes = recipe.placement.mesh_sizes
+    if count % sizes.tensor:  # what refuses the axes names another one
+        return
+    each = count // sizes.tensor
+    if each % asked:
+        whose = f"the {count} experts" if sizes.tensor == 1 else f"the {each} experts of a tensor part"
+        fits = expert_plan.nearest(asked, each, sizes.sharding)
+        raise RecipeError(f"{expert_plan.KEY}: {asked} does not divide {whose} of {key} ({path}). Use {fits}.")
 
 
 def _text_configs(models: Mapping[str, str]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:

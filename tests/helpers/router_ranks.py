@@ -73,10 +73,12 @@ def routed_on(mesh: Mesh, folder: Path, **model: str) -> RoutedResult:
 
 
 def routed_rank(place: RankPlace, folder: Path) -> dict[str, RoutedResult]:
-    """With and without activation checkpointing; over a context axis; and with experts on the ranks that hold them."""
+    """With and without activation checkpointing; over a context axis; with experts on the ranks that hold them; and
+    over a tensor axis."""
     with mesh_of(place) as mesh:
         divided = with_axes(mesh, MeshSizes(context=2), timeout_s=120)
         experts = with_axes(mesh, MeshSizes(shard=2, experts=2), timeout_s=120)
+        tensor = with_axes(mesh, MeshSizes(tensor=2), timeout_s=120)
         return {
             "sharded": routed_on(mesh, folder),
             "recomputed": routed_on(mesh, folder, activation_checkpointing="layers"),
@@ -84,4 +86,7 @@ def routed_rank(place: RankPlace, folder: Path) -> dict[str, RoutedResult]:
             "experts": routed_on(experts, folder),
             "experts recomputed": routed_on(experts, folder, activation_checkpointing="layers"),
             "experts selective": routed_on(experts, folder, activation_checkpointing="selective"),
+            "tensor": routed_on(tensor, folder),
+            "tensor recomputed": routed_on(tensor, folder, activation_checkpointing="layers"),
+            "tensor selective": routed_on(tensor, folder, activation_checkpointing="selective"),
         }

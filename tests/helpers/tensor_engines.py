@@ -29,11 +29,19 @@ _BUILDING = threading.Lock()
 
 
 def engine_on_threads(
-    folder: Path, section: RolloutSection, *, size: int = 2, lora: LoraSection | None = None
+    folder: Path,
+    section: RolloutSection,
+    *,
+    size: int = 2,
+    lora: LoraSection | None = None,
+    records_experts: bool = False,
 ) -> NativeEngine:
     """An engine of `size` ranks; rank 0 is this thread, or whichever iterates over its results."""
     if size == 1:
-        return NativeEngine(_model(folder, None, lora), CPU, section, decode=tiny_tokenizer().decode)
+        model = _model(folder, None, lora)
+        return NativeEngine(
+            model, CPU, section, decode=tiny_tokenizer().decode, records_experts=records_experts
+        )
     barrier, shared = threading.Barrier(size, timeout=TIMEOUT_S), dict[int, Tensor]()
     axes: list[Any] = [ThreadAxis(rank, size, barrier, shared) for rank in range(size)]
     connections = []
@@ -43,7 +51,9 @@ def engine_on_threads(
         threading.Thread(target=_follow, args=(folder, axis, theirs, lora), daemon=True).start()
     leader = TensorLeader(axes[0], connections, CPU, timeout_s=TIMEOUT_S, end=lambda grace_s: barrier.abort())
     model = _model(folder, axes[0], lora)
-    return NativeEngine(model, CPU, section, decode=tiny_tokenizer().decode, group=leader)
+    return NativeEngine(
+        model, CPU, section, decode=tiny_tokenizer().decode, group=leader, records_experts=records_experts
+    )
 
 
 def _follow(folder: Path, axis: Any, connection: Any, lora: LoraSection | None) -> None:

@@ -47,7 +47,7 @@ def children() -> set[int]:
     return {int(child) for task in path.iterdir() for child in (task / "children").read_text().split()}
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "qwen3_moe", "gpt_oss"])
 def test_two_processes_answer_as_one_and_take_new_weights_under_way(tmp_path: Path, name: str) -> None:
     folder = save_tiny_model(name, tmp_path / "first")
     other = Weights.of(Judge(save_tiny_model(name, tmp_path / "other", seed=1)).model)
@@ -100,8 +100,10 @@ def test_a_folder_that_cannot_be_read_is_reported_as_for_one_rank_and_leaves_no_
 
 
 def test_models_that_are_not_divided_are_refused_before_a_process_starts(tmp_path: Path) -> None:
-    dense, mixture = (save_tiny_model(name, tmp_path / name) for name in ("llama", "qwen3_moe"))
+    dense, mixture, other = (save_tiny_model(name, tmp_path / name) for name in ("llama", "mixtral", "phimoe"))
     with pytest.raises(RolloutError, match=r"placement\.generator\.tensor: 3 does not divide num_attention_heads 4"):
         require_divisible(ModelSection(path=str(dense)), dense, 3)
-    with pytest.raises(RolloutError, match=r"placement\.generator\.tensor: qwen3_moe is not among"):
-        require_divisible(ModelSection(path=str(mixture)), mixture, 2)
+    with pytest.raises(RolloutError, match=r"placement\.generator\.tensor: 4 does not divide .*number of experts 2"):
+        require_divisible(ModelSection(path=str(save_tiny_model("mixtral", mixture, num_local_experts=2))), mixture, 4)
+    with pytest.raises(RolloutError, match=r"placement\.generator\.tensor: phimoe is not among"):
+        require_divisible(ModelSection(path=str(other)), other, 2)

@@ -14,7 +14,10 @@ from helpers.router_ranks import RoutedResult, routed_on, routed_rank
 from helpers.tiny import save_tiny_model
 
 SAME = 1e-5
-HOW = ("sharded", "recomputed", "context", "experts", "experts recomputed", "experts selective")
+HOW = (
+    "sharded", "recomputed", "context", "experts", "experts recomputed", "experts selective", "tensor",
+    "tensor recomputed", "tensor selective",
+)  # fmt: skip
 
 
 def make_folder(folder: Path) -> None:

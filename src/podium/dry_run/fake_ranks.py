@@ -32,6 +32,7 @@ from podium.engine.sharding import PackedModel, compute_dtype, local_tensor, pla
 from podium.engine.train_step import ObjectiveBatch, TrainEngine
 from podium.errors import LaunchError, RecipeError
 from podium.models.causal_lm import build, load_config
+from podium.models.expert_plan import num_experts
 from podium.models.head import TokenObjective
 from podium.models.scalar import PackedScalarLM, build_scalar
 from podium.models.verify import random_batch
@@ -62,6 +63,11 @@ def dry_run(recipe: SpmdRecipe, device: Device) -> DryRun:
     sizes, itemsize = mesh_sizes(recipe, device), compute_itemsize(recipe.model, device)
     split = split_of(recipe, device, sizes)
     model = DryModel(recipe, itemsize)
+    if sizes.tensor > 1 and num_experts(model.config.get_text_config().to_dict()):
+        raise RecipeError(
+            f"placement.policy.tensor: {sizes.tensor} cannot be counted in a dry run of a mixture: how many tokens go to "
+            "the experts of a rank is known only when they are routed. Count it with tensor: 1, or remove --dry-run."
+        )
     first, collectives = model.count(0, sizes, split)
     ranks = [first]
     if sizes.devices > 1:

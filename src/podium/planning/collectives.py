@@ -107,8 +107,7 @@ def step_collectives(
         found += _of_summed_gradients(part, sizes)
     floats = _FLAGS
     if shape.num_experts:
-        sparse = next(each.count for each in shape.tensors if each.part == "experts")
-        floats += sparse * (2 * shape.num_experts + _ROUTER_COLUMNS) + 1
+        floats += _num_sparse(shape) * (2 * shape.num_experts + _ROUTER_COLUMNS) + 1
     everyone = "shard" if sizes.shard == sizes.devices else "all"
     found.append(_collective("all-reduce", everyone, sizes.devices, sizes, 1, _FLOAT * floats))
     return added_up(found)
@@ -133,20 +132,25 @@ def _of_tensors(
 ) -> Iterator[Collective]:
     """Tensor parallelism in one micro-batch: a matrix divided by its inputs sums its outputs in the forward pass. Those
     divided by their outputs sum the gradient of their input, in attention and in the MLP once for all. A recomputed
-    layer sums again, but for the last sum, which nothing in the layer needs."""
+    layer sums again, but for the last sum, which nothing in the layer needs. Experts sum their outputs, and the
+    gradients of their input and of their weights."""
     states = tokens * shape.hidden * itemsize
     linear = [each for each in shape.tensors if each.in_layer and len(each.shape) == 2 and each.part != "adapter"]
     inputs = sum(
         max((each.count for each in linear if each.part == part and divides_outputs(each)), default=0)
         for part in ("attention", "mlp")
     )
-    by_inputs = sum(each.count for each in linear if divides_inputs(each))
+    sparse = _num_sparse(shape)
+    inputs += sparse
+    by_inputs = sparse + sum(each.count for each in linear if divides_inputs(each))
     again = by_inputs - shape.num_layers if checkpointed else 0
     embedding = next(each for each in shape.tensors if each.part == "embedding")
     if not embedding.is_trained:  # nothing needs the gradient of the first layer's input
         inputs -= 1
     sums = inputs + by_inputs + again + (1 if embedding.shape[0] % sizes.tensor == 0 else 0)
     num_bytes = sums * states
+    sums += sparse
+    num_bytes += sparse * tokens * shape.experts_per_token * itemsize
     if shape.num_labels is None:  # of each chunk the largest score, then two sums; and the gradient of the states
         sums += 2 * math.ceil(tokens / HEAD_CHUNK) + 1
         num_bytes += states + 3 * _FLOAT * tokens
@@ -165,6 +169,11 @@ def _of_summed_gradients(part: ModelShape, sizes: MeshSizes) -> Iterator[Collect
     if summed:
         held = sum(each.numel_of_rank(sizes.parts // sizes.tensor) for each in summed)
         yield _collective("all-reduce", "tensor", sizes.tensor, sizes, 1, _FLOAT * held)
+
+
+def _num_sparse(shape: ModelShape) -> int:
+    """Layers with experts."""
+    return next((each.count for each in shape.tensors if each.part == "experts"), 0)
 
 
 def _is_divided(each: TensorShape) -> bool:

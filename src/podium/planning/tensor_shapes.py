@@ -26,8 +26,10 @@ def divides_inputs(each: TensorShape) -> bool:
 
 
 def divided(shape: ModelShape, tensor: int) -> ModelShape:
-    """What one of `tensor` ranks computes with: its heads, its part of the MLP and of the vocabulary. Hidden states
-    keep their width. A bias counts whole, which no model has more than a few of."""
+    """What one of `tensor` ranks computes with: its heads, its part of the MLP and of the vocabulary. Of a mixture it
+    has a part of the experts, which get their part of the tokens on average. Hidden states keep their width, and the
+    copies of them that go to experts count whole. A bias outside of experts counts whole, which no model has more than a
+    few of."""
     if tensor == 1:
         return shape
     return replace(
@@ -43,7 +45,7 @@ def divided(shape: ModelShape, tensor: int) -> ModelShape:
 def _part(each: TensorShape, tensor: int) -> TensorShape:
     rows, *columns = each.shape
     is_vocabulary = each.part == "embedding" or (each.part == "head" and each.name == "lm_head")
-    if divides_outputs(each) or (is_vocabulary and rows % tensor == 0):
+    if divides_outputs(each) or each.part == "experts" or (is_vocabulary and rows % tensor == 0):
         return replace(each, shape=(rows // tensor, *columns))
     if divides_inputs(each):
         return replace(each, shape=(rows, columns[0] // tensor))

@@ -23,7 +23,8 @@ class GeneratorMeshSection(Section):
     tensor: Count = Field(
         1,
         description="Tensor parallelism: so many devices of one node hold each generator's weights and KV cache "
-        "together, with layout split. Divides `rollout_devices` and the model's attention and key-value heads.",
+        "together, with layout split. Divides `rollout_devices`, the model's attention and key-value heads, and with "
+        "the native engine the experts of a mixture.",
     )
 
 

@@ -24,7 +24,8 @@ class MeshSizes:
     shard: int = 1
     context: int = 1
     tensor: int = 1
-    experts: int = 1  # neighbours among the ranks of shard and context that hold all experts between them
+    # Neighbours among the ranks of shard and context that, with their tensor groups, hold all experts between them.
+    experts: int = 1
 
     @property
     def devices(self) -> int:
@@ -71,7 +72,8 @@ class PolicyMeshSection(Section):
     tensor: Count = Field(
         1,
         description="Tensor parallelism: ranks that compute a part of every layer and of the vocabulary, on the same "
-        "data. Divides the attention heads, key-value heads and width of the model's MLP.",
+        "data. Divides the attention heads, key-value heads and width of the model's MLP, and of a mixture the number "
+        "of experts.",
     )
 
     def sizes(self, devices: int) -> MeshSizes:
@@ -122,11 +124,6 @@ def nearest(asked: PolicyMeshSection, devices: int, tensors: frozenset[int] | No
 def with_experts(sizes: MeshSizes, experts: int) -> MeshSizes:
     """The same axes with groups of so many ranks that hold the experts of a mixture. Raises a PlacementError with the
     nearest number that works."""
-    if experts > 1 and sizes.tensor > 1:
-        raise PlacementError(
-            f"placement.experts: {experts} is for mixtures of experts, which placement.policy.tensor does not divide. "
-            "Set placement.policy.tensor to 1."
-        )
     if sizes.sharding % experts:
         fits = min(_divisors(sizes.sharding), key=lambda each: (abs(math.log(each / experts)), each))
         raise PlacementError(

@@ -223,8 +223,8 @@ class PlacementSection(Section):
     experts: Count = Field(
         1,
         description="Expert parallelism, for mixtures of experts: so many neighbours among the ranks of shard × "
-        "context hold the experts between them, and tokens travel to their experts. Divides shard × context and the "
-        "number of experts.",
+        "context hold the experts between them, and tokens travel to their experts. Divides shard × context; with "
+        "tensor, which divides experts too, both together divide the number of experts.",
     )
 
     @property

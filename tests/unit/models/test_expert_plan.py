@@ -40,6 +40,16 @@ def test_a_number_that_does_not_divide_the_experts_is_refused_with_the_nearest(t
     assert problem.endswith("Use 4.")
 
 
+def test_beside_a_tensor_axis_each_part_of_the_experts_divides(tmp_path: Path) -> None:
+    settings = ("placement.devices=8", "placement.policy={tensor: 2}", "placement.experts=4")
+    sizes = {"model_type": "qwen3_moe", "num_key_value_heads": 4}
+    (problem,) = problems(tmp_path, *settings, num_experts=12, **sizes)
+    assert "placement.experts: 4 does not divide the 6 experts of a tensor part of model.path" in problem
+    assert problem.endswith("Use 2.")
+    (tmp_path / "other").mkdir()
+    assert not problems(tmp_path / "other", *settings, num_experts=16, **sizes)
+
+
 def test_dense_models_and_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     settings = ("placement.devices=2", "placement.experts=2")
     (problem,) = problems(tmp_path, *settings, model_type="qwen3")
@@ -62,8 +72,8 @@ def test_dense_models_and_other_architectures_are_refused_by_name(tmp_path: Path
             r"does not divide the 2 ranks of shard 2 × context 1\. Use 2\.",
         ),
         (
-            ("placement.devices=4", "placement.policy={tensor: 2}", "placement.experts=2"),
-            r"Set placement\.policy\.tensor to 1\.",
+            ("placement.devices=4", "placement.policy={tensor: 2}", "placement.experts=4"),
+            r"does not divide the 2 ranks of shard 2 × context 1\. Use 2\.",
         ),
         (("placement.devices=4", "placement.policy=auto", "placement.experts=2"), r"placement\.policy is auto"),
         (("placement.experts=0",), r"placement\.experts"),

@@ -51,8 +51,8 @@ def test_what_divides_is_accepted(tmp_path: Path) -> None:
 
 
 def test_an_architecture_without_a_tested_plan_is_refused(tmp_path: Path) -> None:
-    (problem,) = problems(tmp_path, 2, model_type="qwen3_moe")
-    assert "qwen3_moe is not among the architectures that it divides" in problem
+    (problem,) = problems(tmp_path, 2, model_type="phimoe")
+    assert "phimoe is not among the architectures that it divides" in problem
     assert "placement.policy.shard" in problem
 
 
@@ -60,6 +60,33 @@ def test_the_text_part_of_a_multimodal_config_counts(tmp_path: Path) -> None:
     text = {**CONFIG, "model_type": "gemma3_text", "num_key_value_heads": 3}
     (problem,) = problems(tmp_path, 2, model_type="gemma3", text_config=text)
     assert "num_key_value_heads 3" in problem
+
+
+def test_the_experts_of_a_mixture_divide_and_their_width_need_not(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_moe", "num_key_value_heads": 8, "moe_intermediate_size": 9, "intermediate_size": 3}
+    (problem,) = problems(tmp_path, 4, **config, num_experts=6)
+    assert "placement.policy.tensor: 4 does not divide number of experts 6 of model.path" in problem
+    assert problem.endswith("Use placement.policy {replicate: 1, shard: 4, tensor: 2}.")
+
+
+@pytest.mark.parametrize(
+    ("config", "left"),
+    [
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, ["intermediate_size 9"]),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [], "decoder_sparse_step": 2}, ["intermediate_size 9"]),
+        ({"model_type": "qwen3_moe"}, []),
+        ({"model_type": "mixtral"}, []),
+        ({"model_type": "glm4_moe", "first_k_dense_replace": 0}, []),
+        ({"model_type": "glm4_moe"}, ["intermediate_size 9"]),
+        ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 7}, ["shared_expert_intermediate_size 7"]),
+        (
+            {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "moe_intermediate_size": 3, "n_shared_experts": 1},
+            ["intermediate_size 9", "moe_intermediate_size × n_shared_experts 3"],
+        ),
+    ],
+)
+def test_dense_layers_and_shared_experts_of_a_mixture_divide_by_width(config: dict[str, Any], left: list[str]) -> None:
+    assert undivided({"num_attention_heads": 4, "intermediate_size": 9, "num_experts": 4, **config}, 2) == left
 
 
 @pytest.mark.parametrize(("size", "left"), [(1, []), (2, []), (3, ["num_attention_heads 8", "num_key_value_heads 2"])])

@@ -66,8 +66,10 @@ def test_among_shapes_that_fit_collectives_and_optimizer_decide(tmp_path: Path) 
 
 
 def test_experts_and_other_machines_bound_the_tensor_axis(tmp_path: Path) -> None:
-    experts = dry_recipe(config_folder(tmp_path / "experts", QWEN3_235B), 256, "auto", tokens_per_step=1 << 22, **LONG)
-    assert choose_mesh(experts, H200).sizes.tensor == 1
+    for num_experts, tensor in ((128, 4), (126, 2)):  # of the sizes that divide the 4 key-value heads
+        folder = config_folder(tmp_path / f"{num_experts} experts", {**QWEN3_235B, "num_experts": num_experts})
+        experts = dry_recipe(folder, 256, "auto", tokens_per_step=1 << 22, **LONG)
+        assert choose_mesh(experts, H200).sizes.tensor == tensor
     pairs = replace(H200, per_machine=2)
     assert choose_mesh(llama(tmp_path, 64), pairs).sizes.tensor <= 2
 

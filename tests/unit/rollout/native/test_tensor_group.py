@@ -20,10 +20,14 @@ from rollout.judge import DEADLINE_S, Weights, answer, answers, ask
 from rollout.scripts import SCRIPTS, Script, require_same, section_of
 
 
+MIXTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "mixtral")
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("tensor")
-    return {name: save_tiny_model(name, folder / name) for name in ("llama", "qwen3", "gemma3")}
+    dense = ("llama", "qwen3", "gemma3")
+    return {name: save_tiny_model(name, folder / name) for name in (*dense, *MIXTURES)}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     ("name", "scripts"),
     [
         ("qwen3", SCRIPTS[1:2]),
-        *(pytest.param(name, SCRIPTS, marks=pytest.mark.slow) for name in ("llama", "qwen3", "gemma3")),
+        ("qwen3_moe", SCRIPTS[1:2]),
+        *(pytest.param(name, SCRIPTS, marks=pytest.mark.slow) for name in ("llama", "qwen3", "gemma3", *MIXTURES)),
     ],
 )
 def test_batches_prefixes_preemption_and_stops_are_those_of_one_rank(
@@ -50,6 +55,18 @@ def test_batches_prefixes_preemption_and_stops_are_those_of_one_rank(
         require_same(together, alone)
         for engine in engines:
             engine.close()
+
+
+def test_experts_are_recorded_as_on_one_rank(folders: dict[str, Path]) -> None:
+    found = []
+    for size in (1, 2):
+        section = section_of(SCRIPTS[1], size)
+        engine = engine_on_threads(folders["qwen3_moe"], section, size=size, records_experts=True)
+        found.append(answers(engine, [ask(0, range(30), new=8), ask(1, new=12, temperature=0.0)]))
+        engine.close()
+    for id, completion in found[0].items():
+        assert completion.experts is not None
+        assert np.array_equal(np.sort(found[1][id].experts), np.sort(completion.experts))
 
 
 def pair(folder: Path, lora: LoraSection | None = None) -> tuple[NativeEngine, NativeEngine]:
