@@ -123,6 +123,14 @@ def dense_rank(where: RankPlace, task: DenseTask, sizes: MeshSizes | None = None
         return dense_on(mesh if sizes is None else with_axes(mesh, sizes, timeout_s=120), task)
 
 
+def dense_on_meshes(
+    where: RankPlace, task: DenseTask, shapes: Mapping[str, MeshSizes]
+) -> dict[str, dict[str, Stepped]]:
+    """On each mesh in turn, by its name."""
+    with mesh_of(where) as mesh:
+        return {name: dense_on(with_axes(mesh, sizes, timeout_s=120), task) for name, sizes in shapes.items()}
+
+
 def dense_on(mesh: Mesh, task: DenseTask) -> dict[str, Stepped]:
     """Every case, from the same weights. Collective."""
     return {name: step_of(mesh, task, case) for name, case in task.cases.items()}

@@ -39,9 +39,7 @@ def engine_on_threads(
     """An engine of `size` ranks; rank 0 is this thread, or whichever iterates over its results."""
     if size == 1:
         model = _model(folder, None, lora)
-        return NativeEngine(
-            model, CPU, section, decode=tiny_tokenizer().decode, records_experts=records_experts
-        )
+        return NativeEngine(model, CPU, section, decode=tiny_tokenizer().decode, records_experts=records_experts)
     barrier, shared = threading.Barrier(size, timeout=TIMEOUT_S), dict[int, Tensor]()
     axes: list[Any] = [ThreadAxis(rank, size, barrier, shared) for rank in range(size)]
     connections = []

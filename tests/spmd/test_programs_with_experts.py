@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of preferences, reward models and distillation of a mixture whose experts are on two ranks: that of one
-rank."""
+"""One step of preferences, reward models and distillation of a mixture whose experts are on two ranks, or that a tensor
+axis divides: that of one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from helpers.dense_steps import Case, DenseTask, Stepped, dense_on, dense_rank, random_rows
+from helpers.dense_steps import Case, DenseTask, Stepped, dense_on, dense_on_meshes, random_rows
 from helpers.engines import one_rank, relative_l2
 from helpers.ranks import RankCall
 from helpers.tiny import save_tiny_model, tiny_config
@@ -19,6 +19,7 @@ from podium.recipe.dense import DistillSection, KtoPreference, RewardModelSectio
 from podium.recipe.policy_mesh import MeshSizes
 
 pytestmark = pytest.mark.slow
+SHAPES = {"experts": MeshSizes(shard=2, experts=2), "tensor": MeshSizes(tensor=2)}
 CASES = {
     "sigmoid": Case(section=SigmoidPreference(beta=0.3), source="live"),
     "kto": Case(section=KtoPreference(beta=0.2), source="live"),
@@ -50,7 +51,7 @@ def task(folder: Path) -> DenseTask:
 
 
 def on_two_ranks(folder: Path) -> RankCall:
-    return dense_rank, (task(folder), MeshSizes(shard=2, experts=2))
+    return dense_on_meshes, (task(folder), SHAPES)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +59,12 @@ def alone(folder: Path) -> dict[str, Stepped]:
     return dense_on(one_rank(), task(folder))
 
 
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_with_divided_experts_is_that_of_one_rank(
-    alone: dict[str, Stepped], two_ranks: dict[str, Stepped], name: str
+    alone: dict[str, Stepped], two_ranks: dict[str, dict[str, Stepped]], name: str, shape: str
 ) -> None:
-    found = two_ranks[name]
+    found = two_ranks[shape][name]
     wanted = alone[name]
     assert relative_l2(found.flat, wanted.flat) < 1e-5
     assert found.loss == pytest.approx(wanted.loss, rel=1e-5)

@@ -65,8 +65,8 @@ def dry_run(recipe: SpmdRecipe, device: Device) -> DryRun:
     model = DryModel(recipe, itemsize)
     if sizes.tensor > 1 and num_experts(model.config.get_text_config().to_dict()):
         raise RecipeError(
-            f"placement.policy.tensor: {sizes.tensor} cannot be counted in a dry run of a mixture: how many tokens go to "
-            "the experts of a rank is known only when they are routed. Count it with tensor: 1, or remove --dry-run."
+            f"placement.policy.tensor: {sizes.tensor} cannot be counted in a dry run of a mixture: how many tokens a "
+            "rank's experts get is known only when they are routed. Count it with tensor: 1, or remove --dry-run."
         )
     first, collectives = model.count(0, sizes, split)
     ranks = [first]

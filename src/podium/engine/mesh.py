@@ -203,7 +203,7 @@ def with_axes(mesh: Mesh, sizes: MeshSizes, *, timeout_s: float) -> Mesh:
 
 
 def _with_experts(mesh: Mesh, sizes: MeshSizes, timeout_s: float) -> Mesh:
-    """Neighbours among the ranks that shard, with all ranks of their tensor groups, hold all experts between them; those
+    """Neighbours among the ranks that shard, with their tensor groups, hold all experts between them. Those
     with the same tensor part exchange tokens. Collective."""
     if sizes.experts == 1:
         return mesh

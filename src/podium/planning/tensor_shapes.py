@@ -27,9 +27,8 @@ def divides_inputs(each: TensorShape) -> bool:
 
 def divided(shape: ModelShape, tensor: int) -> ModelShape:
     """What one of `tensor` ranks computes with: its heads, its part of the MLP and of the vocabulary. Of a mixture it
-    has a part of the experts, which get their part of the tokens on average. Hidden states keep their width, and the
-    copies of them that go to experts count whole. A bias outside of experts counts whole, which no model has more than a
-    few of."""
+    has a part of the experts, which get their part of the tokens on average. Hidden states keep their width; copies of
+    them for experts count whole, and so does a bias outside of experts, which no model has more than a few of."""
     if tensor == 1:
         return shape
     return replace(

@@ -80,7 +80,12 @@ def test_the_experts_of_a_mixture_divide_and_their_width_need_not(tmp_path: Path
         ({"model_type": "glm4_moe"}, ["intermediate_size 9"]),
         ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 7}, ["shared_expert_intermediate_size 7"]),
         (
-            {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "moe_intermediate_size": 3, "n_shared_experts": 1},
+            {
+                "model_type": "deepseek_v3",
+                "first_k_dense_replace": 1,
+                "moe_intermediate_size": 3,
+                "n_shared_experts": 1,
+            },
             ["intermediate_size 9", "moe_intermediate_size × n_shared_experts 3"],
         ),
     ],

@@ -19,7 +19,6 @@ from podium.rollout.native.engine import NativeEngine
 from rollout.judge import DEADLINE_S, Weights, answer, answers, ask
 from rollout.scripts import SCRIPTS, Script, require_same, section_of
 
-
 MIXTURES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "mixtral")
 
 
