@@ -227,8 +227,9 @@ def whole_shape(name: str, parameter: Tensor, split: TensorSplit | None) -> tupl
 def is_copy(name: str, parameter: Tensor, mesh: Mesh, split: TensorSplit | None) -> bool:
     """Whether another rank holds the same part, and is the one that counts and saves it."""
     is_first = mesh.replica == 0 if isinstance(parameter, DTensor) else mesh.token_rank == 0
-    is_whole = split is not None and split.tensor is not None and name not in split.divisions
-    return not is_first or (is_whole and split.tensor.rank > 0)
+    if split is None or split.tensor is None or name in split.divisions:
+        return not is_first
+    return not is_first or split.tensor.rank > 0
 
 
 def reshard(model: nn.Module) -> None:

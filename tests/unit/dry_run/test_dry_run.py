@@ -71,6 +71,9 @@ def test_divided_experts_are_refused(tmp_path: Path) -> None:
     divided = recipe.model_copy(update={"placement": recipe.placement.model_copy(update={"experts": 2})})
     with pytest.raises(RecipeError, match=r"placement\.experts: 2 cannot be counted .*placement\.experts=1"):
         dry_run(divided, H200)
+    of_tensors = dry_recipe(config_folder(tmp_path / "m", TINY_MOE), 4, {"shard": 2, "tensor": 2})
+    with pytest.raises(RecipeError, match=r"placement\.policy\.tensor: 2 cannot be counted .*tensor: 1"):
+        dry_run(of_tensors, H200)
 
 
 @dataclass(frozen=True, slots=True)
