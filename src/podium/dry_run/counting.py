@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from podium.engine.mesh import Mesh
-from podium.planning.collectives import Collective, Kind, added_up, span_of
+from podium.planning.collectives import EXPERT_SHARD, Collective, Kind, added_up, span_of
 from podium.recipe.policy_mesh import MeshSizes
 
 ALL_RANKS = "all"
@@ -104,10 +104,16 @@ def axes_of(mesh: Mesh) -> dict[str, str]:
     if mesh.devices is not None:
         names = mesh.devices.mesh_dim_names or ()
         axes |= {mesh.devices.get_group(name).group_name: name for name in names}
+    if mesh.expert_devices is not None:  # ranks that hold the same experts: those of `replicate` are the same ranks
+        names = mesh.expert_devices.mesh_dim_names or ()
+        of_name = {"shard": EXPERT_SHARD, "replicate": "replicate"}
+        axes |= {mesh.expert_devices.get_group(name).group_name: of_name[name] for name in names}
     for field in fields(mesh):
         group = getattr(getattr(mesh, field.name), "group", None)
         if isinstance(group, ProcessGroup):
             axes[group.group_name] = field.name
+    if mesh.experts is not None and mesh.experts.exchange is not None:
+        axes[mesh.experts.exchange.group.group_name] = "experts"
     return axes
 
 

@@ -32,6 +32,7 @@ from podium.engine.sharding import PackedModel, compute_dtype, local_tensor, pla
 from podium.engine.train_step import ObjectiveBatch, TrainEngine
 from podium.errors import LaunchError, RecipeError
 from podium.models.causal_lm import build, load_config
+from podium.models.expert_axis import ExpertAxis, ExpertGroups
 from podium.models.expert_plan import num_experts
 from podium.models.head import TokenObjective
 from podium.models.scalar import PackedScalarLM, build_scalar
@@ -41,6 +42,7 @@ from podium.planning.devices import Device
 from podium.planning.dry_run_report import DryRun, RankMemory
 from podium.planning.fixed_data_plans import StepSplit, split_of
 from podium.planning.memory import compute_itemsize, mesh_sizes
+from podium.planning.rings import counted_rank
 from podium.recipe import RewardModelRecipe, SpmdRecipe
 from podium.recipe.policy_mesh import MeshSizes
 
@@ -52,12 +54,8 @@ _MOST_LAYERS = 5
 
 def dry_run(recipe: SpmdRecipe, device: Device) -> DryRun:
     """One training step of a recipe on its mesh of such devices: what the first and the last rank hold, and the
-    collectives of the first. Where all layers are alike, models of two and of three layers tell what each adds."""
-    if recipe.placement.experts > 1:
-        raise RecipeError(
-            f"placement.experts: {recipe.placement.experts} cannot be counted in a dry run: where tokens travel is "
-            "known only when they are routed. Use --set placement.experts=1 to count the same ranks without it."
-        )
+    collectives of the first, or where keys travel around a context axis, of the one that sends most. Where all layers
+    are alike, models of two and of three layers tell what each adds."""
     started_s = time.monotonic()
     transformers.logging.set_verbosity_error()
     sizes, itemsize = mesh_sizes(recipe, device), compute_itemsize(recipe.model, device)
@@ -68,13 +66,14 @@ def dry_run(recipe: SpmdRecipe, device: Device) -> DryRun:
             f"placement.policy.tensor: {sizes.tensor} cannot be counted in a dry run of a mixture: how many tokens a "
             "rank's experts get is known only when they are routed. Count it with tensor: 1, or remove --dry-run."
         )
-    first, collectives = model.count(0, sizes, split)
-    ranks = [first]
+    counted = counted_rank(sizes.context) * sizes.tensor if model.has_ring(sizes) else 0
+    first, collectives = model.count(counted, sizes, split)
+    ranks = [first if counted == 0 else model.count(0, sizes, None)[0]]
     if sizes.devices > 1:
         ranks.append(model.count(sizes.devices - 1, sizes, None)[0])
     return DryRun(
         recipe=recipe, device=device, sizes=sizes, split=split, ranks=tuple(ranks), collectives=collectives,
-        seconds=time.monotonic() - started_s,
+        counted_rank=counted, seconds=time.monotonic() - started_s,
     )  # fmt: skip
 
 
@@ -90,11 +89,17 @@ class DryModel:
         folder = Path(section.path).expanduser()
         self.config = load_config(folder, trust_remote_code=section.trust_remote_code)
         self._labels = 1 if isinstance(recipe, RewardModelRecipe) else None
-        self._num_layers = int(self.config.get_text_config().num_hidden_layers)
+        self._text = self.config.get_text_config()
+        self._num_layers = int(self._text.num_hidden_layers)
+
+    def has_ring(self, sizes: MeshSizes) -> bool:
+        """Whether keys travel around the context axis, because it does not divide the heads."""
+        return bool(self._text.num_attention_heads // sizes.tensor % sizes.context)
 
     def count(self, rank: int, sizes: MeshSizes, split: StepSplit | None) -> tuple[RankMemory, tuple[Collective, ...]]:
         """What a rank holds and, with `split`, the collectives of its step."""
-        if self._num_layers <= _MOST_LAYERS or not self._has_equal_layers:
+        differ = self.has_ring(sizes) and self._has_windows  # messages reach as far as windows do
+        if self._num_layers <= _MOST_LAYERS or differ or not self._has_equal_layers:
             return self.counted(self.config, rank, sizes, split)
         few, more = (self.counted(cut(self.config, layers), rank, sizes, split) for layers in _FEW_LAYERS)
         return extrapolated(few, more, self._num_layers - _FEW_LAYERS[0])
@@ -122,9 +127,20 @@ class DryModel:
         """On the meta device."""
         section, meta = self.section, torch.device("meta")
         dtype = compute_dtype(section, torch.device("cpu"))
+        model: PackedModel
         if self._labels is None:
-            return build(section, config, device=meta, dtype=dtype)
-        return build_scalar(section, config, device=meta, dtype=dtype, labels=self._labels)
+            model = build(section, config, device=meta, dtype=dtype)
+        else:
+            model = build_scalar(section, config, device=meta, dtype=dtype, labels=self._labels)
+        if dtype == torch.float32 and any(each.dim() > 2 for each in model.hf.parameters()):
+            # On tensors without memory grouped products are defined for bfloat16 alone.
+            model.hf.set_experts_implementation("batched_mm")
+        return model
+
+    @property
+    def _has_windows(self) -> bool:
+        """Whether some layers may slide and others not."""
+        return len(set(getattr(self._text, "layer_types", None) or ())) > 1
 
     @functools.cached_property
     def _has_equal_layers(self) -> bool:
@@ -171,11 +187,32 @@ def fake_mesh(rank: int, sizes: MeshSizes) -> Iterator[Mesh]:
     try:
         devices = init_device_mesh("cpu", (sizes.devices,), mesh_dim_names=("shard",))
         mesh = Mesh(rank=rank, world=sizes.devices, device=torch.device("cpu"), devices=devices)
-        yield with_axes(mesh, sizes, timeout_s=_TIMEOUT_S)
+        mesh = with_axes(mesh, sizes, timeout_s=_TIMEOUT_S)
+        yield mesh if mesh.experts is None else replace(mesh, experts=_balanced(mesh.experts))
     finally:
         dist.destroy_process_group()
         # What DTensor has looked up leads to this mesh, and the next rank may have one with the same shape.
         _clear_sharding_prop_cache()
+
+
+def _balanced(groups: ExpertGroups) -> ExpertGroups:
+    assert groups.exchange is not None
+    return replace(groups, exchange=_BalancedExperts.like(groups.exchange))
+
+
+class _BalancedExperts(ExpertAxis):
+    """An axis over which routers send as many tokens to each rank. Without values, nobody knows where they go."""
+
+    @classmethod
+    def like(cls, axis: ExpertAxis) -> _BalancedExperts:
+        """The same place."""
+        return cls(group=axis.group, rank=axis.rank, size=axis.size)
+
+    def by_rank(self, sent_GC: Tensor, got_GC: Tensor, num_sent: int) -> tuple[list[int], list[int]]:
+        """All ranks send alike; those that remain go to the first ranks."""
+        each, left = divmod(num_sent, self.size)
+        sent = [each + (rank < left) for rank in range(self.size)]
+        return sent, [sent[self.rank]] * self.size
 
 
 @contextmanager

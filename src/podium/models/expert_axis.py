@@ -20,13 +20,18 @@ from podium.models.tensor_axis import TensorAxis
 class ExpertAxis(TensorAxis):
     """This rank's place among the ranks that hold all experts between them. They compute different tokens."""
 
-    def counts(self, sent_GC: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """Given how many tokens this rank sends to each expert: how many it gets for each of its own from each rank,
-        and both summed up by rank. The host waits for these numbers."""
+    def counts(self, sent_GC: Tensor, num_sent: int) -> tuple[Tensor, list[int], list[int]]:
+        """Given how many tokens this rank sends to each expert, and at most to all: how many it gets for each of its own
+        from each rank, and both summed up by rank."""
         got_GC = torch.empty_like(sent_GC)
         dist.all_to_all_single(got_GC, sent_GC, group=self.group)
+        return got_GC, *self.by_rank(sent_GC, got_GC, num_sent)
+
+    def by_rank(self, sent_GC: Tensor, got_GC: Tensor, num_sent: int) -> tuple[list[int], list[int]]:
+        """How many tokens this rank sends to each rank, and how many it gets. The host waits for these numbers."""
         sent, got = torch.stack([sent_GC.sum(1), got_GC.sum(1)]).tolist()
-        return got_GC, sent, got
+        assert sum(sent) <= num_sent
+        return sent, got
 
     def exchange(self, values_NX: Tensor, sent: Sequence[int], got: Sequence[int]) -> Tensor:
         """Sends the first `sent[0]` values to rank 0 and so on, and has `got[0]` from rank 0 and so on [M, X]."""

@@ -111,7 +111,7 @@ def _dispatched(
         order_P = order_N[: int(sent_GC.sum())]
         returned_PE = _computed(inside, hidden_TE[order_P // per_token], experts_N[: len(order_P)])
     else:
-        got_GC, sent, got = groups.exchange.counts(sent_GC)
+        got_GC, sent, got = groups.exchange.counts(sent_GC, len(experts_N))
         order_P = order_N[: sum(sent)]
         mine_ME = exchange_over_experts(hidden_TE[order_P // per_token], sent, got, groups.exchange)
         own_M = torch.arange(count, device=hidden_TE.device).repeat(groups.num_exchange)

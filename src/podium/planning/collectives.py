@@ -2,26 +2,32 @@
 """Collectives of one training step: which there are, how many bytes they move, and how long that takes. Torch-free.
 
 The counts follow the engine: FSDP gathers each layer for the forward and for the backward pass and reduces its
-gradient, models/tensor_axis.py sums over a tensor group, models/head_kernels.py exchanges numbers of the head. A dry
-run (podium/dry_run) counts the same collectives in the engine itself; the tests compare both."""
+gradient, models/tensor_axis.py sums over a tensor group, models/head_kernels.py exchanges numbers of the head,
+models/context_parallel.py and ring_attention.py exchange what attention needs, models/expert_parallel.py sends tokens
+to their experts. A dry run (podium/dry_run) counts the same collectives in the engine itself; the tests compare
+both."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from podium.planning.activations import HEAD_CHUNK
 from podium.planning.devices import Device
 from podium.planning.model_shape import ModelShape, TensorShape
-from podium.planning.tensor_shapes import divided, divides_inputs, divides_outputs
+from podium.planning.rings import Ring, counted_rank
+from podium.planning.tensor_shapes import divided, divides_inputs, divides_outputs, with_own_experts
 from podium.recipe.policy_mesh import MeshSizes
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send"]
+EXPERT_SHARD = "expert_shard"  # ranks among which FSDP shards the experts that they have in common
 _FLOAT = 4
 _FLAGS = 5  # loss, squared norm of the gradient, and three flags: one sum over all ranks a step
+_COUNT = 8  # how many tokens go to an expert
 _ROUTER_COLUMNS = 3  # beside counts and probabilities of each expert
+_HIDDEN = ("shard", EXPERT_SHARD, "replicate", "all")  # FSDP moves what comes next while a layer computes
 # Of the tensor that a collective is about, so much crosses a rank's link: with n ranks (n - 1) / n of it, an all-reduce
 # twice. A broadcast or a message passes on all of it.
 _PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
@@ -50,12 +56,15 @@ class Collective:
 
     def seconds(self, device: Device) -> float:
         """Over the links of the devices within a machine (NVLink or the like), or over the network. There a ring passes
-        each machine once, and the ranks of the group on that machine carry it together."""
-        speed = device.link
-        if device.network is not None and self.crosses_machines(device):
-            together = max(1, self.ranks * device.per_machine // self.span)
-            speed = min(device.link, device.network * together)
-        return self.sent_bytes / speed
+        each machine once, and the ranks of the group on that machine carry it together. In an all-to-all each of them
+        sends its own values to all other machines."""
+        if device.network is None or not self.crosses_machines(device):
+            return self.sent_bytes / device.link
+        together = max(1, self.ranks * device.per_machine // self.span)
+        if self.kind == "all-to-all":
+            beyond = self.num_bytes * (self.ranks - together) / self.ranks
+            return max(beyond / min(device.link, device.network), (self.sent_bytes - beyond) / device.link)
+        return self.sent_bytes / min(device.link, device.network * together)
 
     def times(self, count: int) -> Collective:
         """So many times as often."""
@@ -77,18 +86,20 @@ def added_up(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
 
 
 def span_of(axis: str, ranks: int, sizes: MeshSizes) -> int:
-    """From the first to the last rank of a group of this axis: the tensor axis varies fastest over ranks, and a group
-    of `shard` has all ranks that hold one copy of the model."""
+    """From the first to the last rank of a group of this axis: the tensor axis varies fastest over ranks, then context,
+    and a group of `shard` has all ranks that hold one copy of the model. Those of `experts` are neighbours."""
     if axis == "tensor":
         return ranks
-    return sizes.parts if axis == "shard" else sizes.devices
+    if axis in ("context", "experts"):
+        return ranks * sizes.tensor
+    return sizes.parts if axis in ("shard", EXPERT_SHARD) else sizes.devices
 
 
 def seconds_of(collectives: Iterable[Collective], device: Device) -> tuple[float, float]:
-    """(those of the tensor axis, which nothing hides, all others)."""
+    """(those of tensor, context and experts, for which computation waits, all others)."""
     apart = hidden = 0.0
     for each in collectives:
-        if each.axis in ("shard", "replicate", "all"):
+        if each.axis in _HIDDEN:
             hidden += each.seconds(device)
         else:
             apart += each.seconds(device)
@@ -96,35 +107,104 @@ def seconds_of(collectives: Iterable[Collective], device: Device) -> tuple[float
 
 
 def step_collectives(
-    shape: ModelShape, sizes: MeshSizes, *, passes: int, tokens: float, itemsize: int, checkpointed: bool = False
-) -> tuple[Collective, ...]:
-    """Of one optimizer step in so many micro-batches (`passes`) of `tokens` on each rank with its own data. Every token
-    is trained."""
+    shape: ModelShape, sizes: MeshSizes, *, passes: int, tokens: float, itemsize: int, checkpointed: bool = False,
+    length: float | None = None,
+) -> tuple[Collective, ...]:  # fmt: skip
+    """Of one optimizer step in so many micro-batches (`passes`) of `tokens` on each group of ranks with its own data,
+    in documents of `length` (default: one). Every token is trained, and routers send as many tokens to each rank. Of
+    the first rank; where keys travel, of the one that sends most."""
     part = divided(shape, sizes.tensor)
-    found = [each.times(passes) for each in _of_shards(part, sizes, itemsize)]
+    in_micro_batch = list(_of_shards(part, sizes, itemsize))
+    own_tokens = -(-int(tokens) // sizes.context)
     if sizes.tensor > 1:
-        found += [each.times(passes) for each in _of_tensors(shape, sizes, int(tokens), itemsize, checkpointed)]
+        in_micro_batch += _of_tensors(shape, sizes, own_tokens, itemsize, checkpointed)
+    if sizes.context > 1:
+        ring = Ring(context=sizes.context, tokens=int(tokens), length=int(length or tokens))
+        in_micro_batch += _of_context(part, sizes, ring, itemsize, checkpointed)
+    if sizes.experts > 1:
+        in_micro_batch += _of_experts(shape, sizes, own_tokens, itemsize, checkpointed)
+    found = [each.times(passes) for each in in_micro_batch]
+    if sizes.tensor > 1:
         found += _of_summed_gradients(part, sizes)
     floats = _FLAGS
     if shape.num_experts:
         floats += _num_sparse(shape) * (2 * shape.num_experts + _ROUTER_COLUMNS) + 1
-    everyone = "shard" if sizes.shard == sizes.devices else "all"
+    everyone = "shard" if sizes.sharding == sizes.devices else "all"
     found.append(_collective("all-reduce", everyone, sizes.devices, sizes, 1, _FLOAT * floats))
     return added_up(found)
 
 
 def _of_shards(part: ModelShape, sizes: MeshSizes, itemsize: int) -> Iterator[Collective]:
     """FSDP in one micro-batch: each layer is gathered twice, what is outside of the layers once; gradients are reduced
-    in float32, and then summed over `replicate`."""
-    ranks = sizes.parts // sizes.tensor
-    for in_layer, units, gathers in ((True, part.num_layers, 2), (False, 1, 1)):
-        tensors = [each for each in part.tensors if each.in_layer == in_layer]
-        gathered = sum(_padded(each, ranks) for each in tensors)
-        yield _collective("all-gather", "shard", ranks, sizes, gathers * units, gathers * gathered * itemsize)
-        reduced = sum(_padded(each, ranks) for each in tensors if each.is_trained)
-        if reduced:
-            yield _collective("reduce-scatter", "shard", ranks, sizes, units, reduced * _FLOAT)
-            yield _collective("all-reduce", "replicate", sizes.replicate, sizes, units, reduced * _FLOAT // ranks)
+    in float32, and then summed over `replicate`. A rank with its own part of the experts gathers that one, over the
+    ranks that have the same part."""
+    own = with_own_experts(part, sizes.experts)
+    experts = [each for each in own.tensors if each.part == "experts" and sizes.experts > 1]
+    others = [each for each in own.tensors if each not in experts]
+    layers = [each for each in others if each.in_layer]
+    outside = [each for each in others if not each.in_layer]
+    yield from _of_units(layers, "shard", sizes.sharding, sizes, units=part.num_layers, gathers=2, itemsize=itemsize)
+    yield from _of_units(outside, "shard", sizes.sharding, sizes, units=1, gathers=1, itemsize=itemsize)
+    if experts:
+        yield from _of_units(
+            experts, EXPERT_SHARD, sizes.sharding // sizes.experts, sizes, units=_num_sparse(part), gathers=2,
+            itemsize=itemsize,
+        )  # fmt: skip
+
+
+def _of_units(
+    tensors: Sequence[TensorShape], axis: str, ranks: int, sizes: MeshSizes, *, units: int, gathers: int, itemsize: int
+) -> Iterator[Collective]:
+    """Of all units of one kind: what FSDP gathers and reduces at once."""
+    gathered = sum(_padded(each, ranks) for each in tensors)
+    yield _collective("all-gather", axis, ranks, sizes, gathers * units, gathers * gathered * itemsize)
+    reduced = sum(_padded(each, ranks) for each in tensors if each.is_trained)
+    if reduced:
+        yield _collective("reduce-scatter", axis, ranks, sizes, units, reduced * _FLOAT)
+        yield _collective("all-reduce", "replicate", sizes.replicate, sizes, units, reduced * _FLOAT // ranks)
+
+
+def _of_context(
+    part: ModelShape, sizes: MeshSizes, ring: Ring, itemsize: int, checkpointed: bool
+) -> Iterator[Collective]:
+    """Context parallelism in one micro-batch. Where the heads divide, queries, keys and values are exchanged at once,
+    and then the outputs: forward and backward, and again in a recomputed layer. Else keys and values travel, in
+    backward with their gradients in float32. Of the head the ranks gather two numbers of each token, or its scores,
+    whose gradients they reduce."""
+    ranks, forwards = sizes.context, 2 if checkpointed else 1
+    own, head_bytes = ring.stretch, part.head_dim * itemsize
+    if part.num_heads % ranks == 0:
+        copies = ranks // math.gcd(part.num_kv_heads, ranks)
+        heads = 2 * part.num_heads + 2 * part.num_kv_heads * copies  # queries and outputs, keys and values
+        times = (forwards + 1) * part.num_layers
+        yield _collective("all-to-all", "context", ranks, sizes, 2 * times, times * heads * own * head_bytes)
+    else:
+        at, both = counted_rank(ranks), 2 * part.num_kv_heads * own
+        keys = (forwards + 1) * sum(ring.sent_keys(at, window) for window in part.windows)
+        gradients = sum(ring.sent_gradients(at, window) for window in part.windows)
+        num_bytes = both * (keys * head_bytes + gradients * part.head_dim * _FLOAT)
+        yield _collective("send", "context", ranks, sizes, keys + gradients, num_bytes)
+    gathered = ranks * own * _FLOAT
+    if part.num_labels is None:
+        yield _collective("all-gather", "context", ranks, sizes, 2, 2 * gathered)
+    else:
+        yield _collective("all-gather", "context", ranks, sizes, 1, gathered * part.num_labels)
+        yield _collective("reduce-scatter", "context", ranks, sizes, 1, gathered * part.num_labels)
+
+
+def _of_experts(
+    shape: ModelShape, sizes: MeshSizes, own_tokens: int, itemsize: int, checkpointed: bool
+) -> Iterator[Collective]:
+    """Expert parallelism in one micro-batch: in each layer with experts the ranks exchange how many tokens go to each
+    of them, then the hidden states, and then the outputs; backward the gradients of both. A recomputed layer exchanges
+    again. The first rank gets what does not divide by the ranks. Ranks of a tensor group share what they send."""
+    forwards, layers = 2 if checkpointed else 1, _num_sparse(shape)
+    sent = own_tokens * shape.experts_per_token // sizes.tensor
+    got = -(-sent // sizes.experts) * sizes.experts
+    calls = layers * (3 * forwards + 2)
+    counts = forwards * shape.num_experts // sizes.tensor * _COUNT
+    num_bytes = (forwards + 1) * (sent + got) * shape.hidden * itemsize + counts
+    yield _collective("all-to-all", "experts", sizes.experts, sizes, calls, layers * num_bytes)
 
 
 def _of_tensors(

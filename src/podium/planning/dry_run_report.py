@@ -46,7 +46,8 @@ class DryRun:
     sizes: MeshSizes
     split: StepSplit
     ranks: tuple[RankMemory, ...]  # the first holds at least as much as any other, the last at most as much
-    collectives: tuple[Collective, ...]  # of one step of the first rank
+    collectives: tuple[Collective, ...]  # of one step of one rank
+    counted_rank: int = 0  # which one that is
     seconds: float  # that the dry run took
 
     def predicted(self) -> tuple[dict[str, int], MemoryPlan] | None:
@@ -114,6 +115,16 @@ class DryRun:
                 "ranks hold unequal parts: FSDP divides the first dimension of a tensor, and some have fewer rows than "
                 "there are ranks. Use a smaller placement.policy.shard with replicate."
             )
+        if self.sizes.experts > 1:
+            notes.append(
+                "assumed: routers send as many tokens to each rank of experts. Where they do not, all-to-alls have "
+                "other bytes, and the rank with popular experts gets more."
+            )
+        if self.counted_rank:
+            notes.append(
+                f"keys travel around ranks of context: counted for rank {self.counted_rank}, which sends most of a "
+                "document over all of them."
+            )
         if isinstance(self.recipe, DpoRecipe | DistillRecipe):
             notes.append("collectives of the reference or teachers beside the trained model are not counted.")
         return notes
@@ -126,6 +137,7 @@ class DryRun:
             "device": self.device.name,
             "mesh": asdict(self.sizes),
             "step": asdict(self.split),
+            "counted_rank": self.counted_rank,
             "ranks": [{**asdict(each), "bytes": each.num_bytes} for each in self.ranks],
             "predicted": None if predicted is None else predicted[0],
             "memory": None if predicted is None else memory_values(predicted[1]),

@@ -54,7 +54,8 @@ def split_of(recipe: SpmdRecipe, device: Device, sizes: MeshSizes) -> StepSplit:
     rows = recipe.rows_per_step
     tokens = recipe.tokens_per_step if rows is None else rows * recipe.documents_per_row * longest
     of_rank = max(1.0, tokens / sizes.data_ranks)
-    micro_batches = math.ceil(of_rank / (recipe.micro_batch_tokens or MICRO_BATCH[device.kind]))
+    micro_batch = recipe.micro_batch_tokens or MICRO_BATCH[device.kind] * sizes.context
+    micro_batches = math.ceil(of_rank / micro_batch)
     return StepSplit(
         step_tokens=tokens, micro_batches=micro_batches, tokens=of_rank / micro_batches,
         length=max(1, int(min(longest, of_rank / micro_batches))),
@@ -130,7 +131,7 @@ def suited(recipe: SpmdRecipe, device: Device, devices: int) -> FixedDataStep | 
         larger = [each for each in _larger(recipe, device, own) if _fits(each)]
         best = min([own, *larger], key=lambda each: each.step_s)
         return best if best.step_s < own.step_s * (1 - _LEAST_GAIN) else own
-    return next((each for each in _smaller(recipe, device) if _fits(each)), None)
+    return next((each for each in _smaller(recipe, device, own) if _fits(each)), None)
 
 
 def placed_on(recipe: SpmdRecipe, devices: int) -> SpmdRecipe:
@@ -176,7 +177,7 @@ def fixed_data_step(recipe: SpmdRecipe, device: Device) -> FixedDataStep:
 
 
 def _larger(recipe: SpmdRecipe, device: Device, own: FixedDataStep) -> Iterator[FixedDataStep]:
-    micro, passes = recipe.micro_batch_tokens or MICRO_BATCH[device.kind], own.passes
+    micro, passes = recipe.micro_batch_tokens or MICRO_BATCH[device.kind] * own.sizes.context, own.passes
     for factor in (2**power for power in range(1, _LARGER + 1)):
         if passes == 1:
             return
@@ -185,9 +186,9 @@ def _larger(recipe: SpmdRecipe, device: Device, own: FixedDataStep) -> Iterator[
         yield larger
 
 
-def _smaller(recipe: SpmdRecipe, device: Device) -> Iterator[FixedDataStep]:
+def _smaller(recipe: SpmdRecipe, device: Device, own: FixedDataStep) -> Iterator[FixedDataStep]:
     """A row is never cut, so that none is below the longest one."""
-    micro = recipe.micro_batch_tokens or MICRO_BATCH[device.kind]
+    micro = recipe.micro_batch_tokens or MICRO_BATCH[device.kind] * own.sizes.context
     least = recipe.documents_per_row * (recipe.data.max_length or 1)
     for smaller in (micro >> power for power in range(1, _SMALLER + 1)):
         if smaller >= max(1, least):

@@ -15,7 +15,7 @@ from podium.errors import PodiumError, RecipeError, RolloutError
 from podium.planning.activations import activation_bytes, head_bytes, layer_bytes
 from podium.planning.devices import GIB, Device
 from podium.planning.model_shape import ModelShape, shape_of
-from podium.planning.tensor_shapes import divided
+from podium.planning.tensor_shapes import divided, with_own_experts
 from podium.recipe import (
     DistillRecipe,
     DpoRecipe,
@@ -180,7 +180,7 @@ class _Needs:
         self._itemsize = compute_itemsize(recipe.model, device)
         self._world, sizes = recipe.placement.training_devices, mesh_sizes(recipe, device)
         # A tensor group divides layers and vocabulary; FSDP then shards the rows of what each of its ranks has.
-        self._tensor, self._data_ranks = sizes.tensor, sizes.data_ranks
+        self._tensor, self._data_ranks, self._experts = sizes.tensor, sizes.data_ranks, sizes.experts
         self._parts = sizes.parts // sizes.tensor
         self._shape = shape_of(recipe.model)
         if isinstance(recipe, RewardModelRecipe):
@@ -316,8 +316,9 @@ class _Needs:
         at_end = {"activations": last, "gradients": fresh + sums}
         chosen = max(at_head, at_end, key=lambda each: sum(each.values()))
         if sharded:
-            gathered = 2 * shape.layer_parameters + _outside_layers(shape)
-            chosen["gathered layers"] = gathered * itemsize + shape.layer_parameters * _MASTER_BYTES
+            layer = with_own_experts(shape, self._experts).layer_parameters
+            gathered = 2 * layer + _outside_layers(shape)
+            chosen["gathered layers"] = gathered * itemsize + layer * _MASTER_BYTES
         return [MemoryTerm(name=name, num_bytes=size) for name, size in chosen.items() if size]
 
     def _with_cache(self, held: Sequence[MemoryTerm], parts: int = 1) -> list[MemoryTerm]:

@@ -123,7 +123,8 @@ def training_step(
     trained = shape.trained_parameters / mesh.parts
     waited_s, moved_s = seconds_of(
         step_collectives(
-            shape, mesh, passes=passes, tokens=tokens / passes, itemsize=size, checkpointed=checkpointing != "none"
+            shape, mesh, passes=passes, tokens=tokens / passes, itemsize=size, checkpointed=checkpointing != "none",
+            length=min(longest, tokens / passes),
         ),
         device,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of the part of a model that one rank of a tensor axis has (models/tensor_parallel.py). Torch-free."""
+"""The shape of the part of a model that one rank of a tensor axis has (models/tensor_parallel.py), or of a group that
+divides experts. Torch-free."""
 
 from __future__ import annotations
 
@@ -39,6 +40,16 @@ def divided(shape: ModelShape, tensor: int) -> ModelShape:
         mlp_width=shape.mlp_width // tensor,
         tensors=tuple(_part(each, tensor) for each in shape.tensors),
     )
+
+
+def with_own_experts(shape: ModelShape, experts: int) -> ModelShape:
+    """What one of `experts` ranks that divide the experts of a mixture gathers and computes: its own ones
+    (models/expert_parallel.py)."""
+    tensors = (
+        replace(each, shape=(each.shape[0] // experts, *each.shape[1:])) if each.part == "experts" else each
+        for each in shape.tensors
+    )
+    return shape if experts == 1 else replace(shape, tensors=tuple(tensors))
 
 
 def _part(each: TensorShape, tensor: int) -> TensorShape:

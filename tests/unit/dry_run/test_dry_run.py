@@ -19,7 +19,6 @@ from podium.dry_run.fake_ranks import DryModel, dry_run, fake_mesh, fake_tensors
 from podium.engine.optimizer import AdamW
 from podium.engine.sharding import place_empty
 from podium.engine.train_step import ObjectiveBatch, TrainEngine
-from podium.errors import RecipeError
 from podium.models.head import TokenObjective
 from podium.models.verify import random_batch
 from podium.planning.collectives import Collective, step_collectives
@@ -31,6 +30,13 @@ from podium.recipe.policy_mesh import MeshSizes
 
 H200 = device_named("H200")
 ALL_AXES = {"replicate": 2, "shard": 2, "tensor": 2}
+EIGHT_EXPERTS = {**TINY_MOE, "num_experts": 8}
+THREE_HEADS = {**TINY_QWEN3, "num_attention_heads": 3, "num_key_value_heads": 1}
+WINDOWS = {
+    **TINY_QWEN3, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 16,
+    "num_hidden_layers": 6, "sliding_window": 8, "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 def by_name(collectives: tuple[Collective, ...]) -> dict[str, tuple[int, int, int]]:
@@ -66,14 +72,28 @@ def test_a_rank_of_eight_by_hand(tmp_path: Path) -> None:
     assert not dist.is_initialized()
 
 
-def test_divided_experts_are_refused(tmp_path: Path) -> None:
-    recipe = dry_recipe(config_folder(tmp_path / "m", TINY_MOE), 4, {"shard": 4})
-    divided = recipe.model_copy(update={"placement": recipe.placement.model_copy(update={"experts": 2})})
-    with pytest.raises(RecipeError, match=r"placement\.experts: 2 cannot be counted .*placement\.experts=1"):
-        dry_run(divided, H200)
+def test_a_mixture_on_a_tensor_axis_is_refused(tmp_path: Path) -> None:
     of_tensors = dry_recipe(config_folder(tmp_path / "m", TINY_MOE), 4, {"shard": 2, "tensor": 2})
     with pytest.raises(RecipeError, match=r"placement\.policy\.tensor: 2 cannot be counted .*tensor: 1"):
         dry_run(of_tensors, H200)
+
+
+def test_experts_of_a_rank_by_hand(tmp_path: Path) -> None:
+    """Four ranks hold eight experts in two groups of two. A micro-batch has 64 tokens for two experts each."""
+    folder = config_folder(tmp_path / "m", EIGHT_EXPERTS)
+    counted = dry_run(dry_recipe(folder, 4, None, placement={"devices": 4, "experts": 2}), H200)
+
+    experts = 2 * 8 * (2 * 32 * 64 + 64 * 32)  # of both layers: gate and up, down
+    assert counted.ranks[0].held_parameters == counted.ranks[1].held_parameters
+    assert counted.sizes == MeshSizes(shard=4, experts=2)
+    found = by_name(counted.collectives)
+    # Each gathers the half that two ranks share, forward and backward, in two micro-batches.
+    assert found["all-gather expert_shard"] == (2, 2 * 2 * 2, 2 * 2 * experts // 2 * 2)
+    assert found["reduce-scatter expert_shard"] == (2, 2 * 2, 2 * experts // 2 * 4)
+    # In each layer numbers of tokens; then hidden states there and outputs back, and both gradients.
+    states = 64 * 2 * 64 * 2
+    assert found["all-to-all experts"] == (2, 2 * 2 * (1 + 2 + 2), 2 * 2 * (8 * 8 + 4 * states))
+    assert "assumed: routers send as many tokens to each rank" in "\n".join(counted.lines())
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +101,24 @@ class Case:
     config: dict[str, Any]
     policy: dict[str, int]
     model: dict[str, Any]
+    experts: int = 1
+    length: int = 64  # of a document
 
 
+LAYERS, ADAPTER = {"activation_checkpointing": "layers"}, {"lora": {"rank": 8, "alpha": 8}}
 CASES = {
-    "checkpointed": Case(TINY_QWEN3, ALL_AXES, {"activation_checkpointing": "layers"}),
-    "adapter": Case(TINY_LLAMA, {"tensor": 2, "replicate": 2}, {"lora": {"rank": 4, "alpha": 8}}),
+    "checkpointed": Case(TINY_QWEN3, ALL_AXES, LAYERS),
+    "adapter": Case(TINY_LLAMA, {"tensor": 2, "replicate": 2}, ADAPTER),
     "uneven": Case(TINY_MOE, {"shard": 8}, {}),  # 6 experts on 8 ranks
     "tied": Case({**TINY_QWEN3, "tie_word_embeddings": True}, {"tensor": 2}, {}),
+    "experts": Case(EIGHT_EXPERTS, {"replicate": 2}, {}, 4),  # nothing of them is gathered
+    "experts over context": Case(EIGHT_EXPERTS, {"context": 2}, LAYERS, 4),
+    "experts and adapter": Case(EIGHT_EXPERTS, {"shard": 8}, {**ADAPTER, **LAYERS}, 2),
+    "context": Case(TINY_QWEN3, {"context": 2, "tensor": 2}, {"activation_checkpointing": "all_but_attention"}),
+    "context copies keys": Case(TINY_QWEN3, {"context": 4}, ADAPTER),  # of 2 heads for 4 ranks
+    "ring": Case(THREE_HEADS, {"context": 8}, LAYERS),
+    "ring of short documents": Case(THREE_HEADS, {"context": 4}, ADAPTER, length=20),
+    "ring of windows": Case(WINDOWS, {"context": 4}, {}, length=32),
 }
 
 
@@ -96,7 +127,14 @@ CASES = {
 def test_the_planner_agrees(tmp_path: Path, name: str) -> None:
     """Parameters, gradients and optimizer state of the rank that holds most to 2%, collectives to the byte."""
     case = CASES[name]
-    recipe = dry_recipe(config_folder(tmp_path / "m", case.config), 8, case.policy, model=case.model)
+    step = {"tokens_per_step": 512, "micro_batch_tokens": 64}
+    if case.length != 64:  # micro-batches of several
+        step = {"tokens_per_step": 12 * case.length, "micro_batch_tokens": 3 * case.length}
+    recipe = dry_recipe(
+        config_folder(tmp_path / "m", case.config), 8, case.policy, model=case.model,
+        data={"train": "rows.jsonl", "max_length": case.length},
+        placement={"devices": 8, "policy": case.policy, "experts": case.experts}, **step,
+    )  # fmt: skip
     counted = dry_run(recipe, H200)
 
     predicted = counted.predicted()
@@ -106,13 +144,14 @@ def test_the_planner_agrees(tmp_path: Path, name: str) -> None:
     assert tuple(predicted[0].values()) == pytest.approx(held, rel=0.02)
     assert counted.collectives == step_collectives(
         shape_of(recipe.model), counted.sizes, passes=counted.split.micro_batches, tokens=counted.split.tokens,
-        itemsize=2, checkpointed=name == "checkpointed",
+        itemsize=2, checkpointed="activation_checkpointing" in case.model, length=counted.split.length,
     )  # fmt: skip
     if name == "uneven":  # ranks 6 and 7 have no expert in either layer
         experts = 2 * (2 * 32 * 64 + 64 * 32)
         assert counted.ranks[0].held_parameters - counted.ranks[1].held_parameters >= experts
     text = "\n".join(counted.lines())
     assert ("ranks hold unequal parts" in text) == (name == "uneven")
+    assert ("keys travel around ranks of context" in text) == (name.startswith("ring"))
     assert "Untested on hardware" in text
 
 

@@ -16,11 +16,13 @@ from helpers.model_shapes import LLAMA_70B, QWEN3_235B, config_folder, dry_recip
 from podium.planning.collectives import added_up, step_collectives
 from podium.planning.model_shape import shape_of
 from podium.recipe import dump_recipe
-from podium.recipe.policy_mesh import MeshSizes
+from podium.recipe.policy_mesh import MeshSizes, section_of
 
 MODELS: dict[str, tuple[dict[str, Any], MeshSizes, float]] = {
     "70B on 256": (LLAMA_70B, MeshSizes(replicate=8, shard=8, tensor=4), 70.55e9),
     "235B on 1024": (QWEN3_235B, MeshSizes(replicate=16, shard=64), 235.09e9),
+    "235B on 1024, divided experts": (QWEN3_235B, MeshSizes(replicate=16, shard=64, experts=64), 235.09e9),
+    "235B on 128 over context": (QWEN3_235B, MeshSizes(shard=32, context=4, experts=128), 235.09e9),
 }
 _MOST_SECONDS, _MOST_BYTES = 120, 2 << 30
 
@@ -29,11 +31,12 @@ _MOST_SECONDS, _MOST_BYTES = 120, 2 << 30
 @pytest.mark.parametrize("name", MODELS)
 def test_a_large_model(tmp_path: Path, name: str) -> None:
     config, sizes, parameters = MODELS[name]
-    policy = {"replicate": sizes.replicate, "shard": sizes.shard, "tensor": sizes.tensor}
+    policy = section_of(sizes).model_dump()
     recipe = dry_recipe(
         config_folder(tmp_path / "model", config), sizes.devices, policy,
         model={"activation_checkpointing": "layers"}, data={"train": "rows.jsonl", "max_length": 4096},
         tokens_per_step=4096 * sizes.devices, micro_batch_tokens=4096,
+        placement={"devices": sizes.devices, "policy": policy, "experts": sizes.experts},
     )  # fmt: skip
     file = tmp_path / "sft.yaml"
     file.write_text(dump_recipe(recipe), encoding="utf-8")
@@ -57,7 +60,7 @@ def test_a_large_model(tmp_path: Path, name: str) -> None:
     split = counted["step"]
     formulas = step_collectives(
         shape_of(recipe.model), sizes, passes=split["micro_batches"], tokens=split["tokens"], itemsize=2,
-        checkpointed=True,
+        checkpointed=True, length=split["length"],
     )  # fmt: skip
     found = {(each["kind"], each["axis"]): (each["calls"], each["num_bytes"]) for each in counted["collectives"]}
     assert found == {(each.kind, each.axis): (each.calls, each.num_bytes) for each in added_up(formulas)}

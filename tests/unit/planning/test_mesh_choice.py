@@ -135,11 +135,14 @@ def test_time_of_collectives_by_the_link_of_their_group() -> None:
     beyond = replace(within, kind="all-reduce", axis="replicate", ranks=2, span=16, num_bytes=100 * 10**9)
     waited = replace(within, axis="tensor", ranks=2, span=2)
     pairs = replace(within, ranks=16, span=64)  # two ranks of the group on each of 8 machines
+    tokens = replace(within, kind="all-to-all", axis="experts", ranks=16, span=16)  # half of it to the other machine
 
     assert within.seconds(H200) == pytest.approx(900 * 3 / 4 / 450)
     assert beyond.seconds(H200) == pytest.approx(2 * 100 / 2 / 50)
     assert pairs.seconds(H200) == pytest.approx(900 * 15 / 16 / (2 * 50))
+    assert tokens.seconds(H200) == pytest.approx(900 / 2 / 50)
     assert seconds_of([within, beyond, waited], H200) == pytest.approx((1.0, 1.5 + 2.0))
+    assert seconds_of([tokens, replace(within, axis="expert_shard")], H200) == pytest.approx((9.0, 1.5))
 
 
 def test_more_shards_than_rows_gather_padding(tmp_path: Path) -> None:
