@@ -21,8 +21,8 @@ class ExpertAxis(TensorAxis):
     """This rank's place among the ranks that hold all experts between them. They compute different tokens."""
 
     def counts(self, sent_GC: Tensor, num_sent: int) -> tuple[Tensor, list[int], list[int]]:
-        """Given how many tokens this rank sends to each expert, and at most to all: how many it gets for each of its own
-        from each rank, and both summed up by rank."""
+        """Given how many tokens this rank sends to each expert, and at most to all: how many it gets for each of its
+        own from each rank, and both summed up by rank."""
         got_GC = torch.empty_like(sent_GC)
         dist.all_to_all_single(got_GC, sent_GC, group=self.group)
         return got_GC, *self.by_rank(sent_GC, got_GC, num_sent)

@@ -19,6 +19,7 @@ from podium.dry_run.fake_ranks import DryModel, dry_run, fake_mesh, fake_tensors
 from podium.engine.optimizer import AdamW
 from podium.engine.sharding import place_empty
 from podium.engine.train_step import ObjectiveBatch, TrainEngine
+from podium.errors import RecipeError
 from podium.models.head import TokenObjective
 from podium.models.verify import random_batch
 from podium.planning.collectives import Collective, step_collectives
