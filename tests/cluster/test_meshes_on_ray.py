@@ -126,24 +126,6 @@ def test_learners_that_divide_experts_have_the_numbers_of_one_process(task: Path
     assert "learn {replicate: 1, shard: 2, tensor: 1} with experts: 2" in said
 
 
-def test_learners_and_a_generator_that_divide_a_mixture_have_the_numbers_of_one_process(
-    task: Path, local_ray: None
-) -> None:
-    folder = save_tiny_model("qwen3_moe", task / "tensor-mixture", vocab_size=len(tiny_tokenizer()))
-    tiny_tokenizer().save_pretrained(folder)
-    changes = {
-        "model": {**recipe("grpo")["model"], "path": folder.name, "router_aux_loss_coef": 0.01},
-        "rollout": {**recipe("grpo")["rollout"], "router_replay": "on"},
-    }
-    alone = run_of(task, "grpo", "tensor-mixture-alone", INLINE, **changes)
-
-    placement = {"layout": "split", "devices": 4, "rollout_devices": 2, "generator": {"tensor": 2}, **TENSOR}
-    run = run_of(task, "grpo", "tensor-mixture-divided", {"launcher": "ray", **placement}, **changes)
-
-    require_same(run, alone)
-    assert all(values["router/mismatch"] == 0.0 for step, values in numbers(run).items() if step)
-
-
 def test_a_run_is_replayed_and_continues_on_other_meshes(task: Path, local_ray: None) -> None:
     optimizer = {**recipe("grpo")["optimizer"], "schedule": "constant"}
     rollout = {**recipe("grpo")["rollout"], "record": True}
