@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -57,8 +58,8 @@ def is_supervised(arguments: Sequence[str]) -> bool:
 def _controlled(path: Path, overrides: Sequence[str] = ()) -> list[Mapping[str, Any]]:
     """`placement` of all recipes with a controller that a path leads to: it is a recipe or a pipeline, or the folder of
     one. Nothing is checked: the command itself says what is wrong."""
-    file = path / "recipe.yaml" if path.is_dir() else path
-    try:
+    try:  # a path may be any argument, also one that is too long for a name
+        file = path / "recipe.yaml" if path.is_dir() else path
         values: Mapping[str, Any] = read_values(file) if file.is_file() else {}
         with contextlib.suppress(RecipeError):
             values = overridden(values, overrides)
@@ -85,7 +86,7 @@ def limit_before_run(arguments: Sequence[str], key: Literal["restarts", "heartbe
     overrides += [each.removeprefix("--set=") for each in arguments if each.startswith("--set=")]
     default: float = OnPolicyPlacementSection.model_fields[key].default
     found: list[Any] = [each.get(key) for path in arguments[1:] for each in _controlled(Path(path), overrides)]
-    numbers: list[float] = [each if type(each) in (int, float) and each >= 0 else default for each in found]
+    numbers = [each if type(each) in (int, float) and 0 <= each < math.inf else default for each in found]
     return max(numbers, default=default)
 
 

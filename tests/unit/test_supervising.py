@@ -132,6 +132,13 @@ def test_limits_before_a_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }  # fmt: skip
     assert {each: limit_before_run(["train", *each], "restarts") for each in known} == known
     assert limit_before_run(["train", "a.yaml"], "heartbeat_timeout_s") == 5
+    assert limit_before_run(["train", "a.yaml", "--set", "placement.restarts=.inf"], "restarts") == 3
+
+
+def test_an_argument_that_is_too_long_for_a_file_is_none() -> None:
+    long = "reward.0.prompt=" + "a" * 5000
+    assert not is_supervised(["train", long])
+    assert limit_before_run(["train", "--set", long], "restarts") == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
