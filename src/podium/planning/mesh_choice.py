@@ -81,9 +81,12 @@ def _everything_shards(devices: int, reason: str) -> MeshChoice:
 
 
 def _possible(recipe: SpmdRecipe, device: Device) -> Iterator[MeshSizes]:
-    """Shapes that divide all models of the recipe. A tensor group stays inside of one machine."""
+    """Shapes that divide all models of the recipe. A tensor group stays inside of one machine, and computes no products
+    in fp8."""
     devices, rows = recipe.placement.devices, recipe.model.pad_vocab_to
     allowed = frozenset(size for size in range(1, min(devices, device.per_machine) + 1) if rows % size == 0)
+    if recipe.model.fp8:
+        allowed &= {1}
     for path in _models(recipe):
         config = read_config(Path(path).expanduser(), "model.path")
         config = config.get("text_config") or config

@@ -74,6 +74,12 @@ def test_experts_and_other_machines_bound_the_tensor_axis(tmp_path: Path) -> Non
     assert choose_mesh(llama(tmp_path, 64), pairs).sizes.tensor <= 2
 
 
+def test_products_in_fp8_have_no_tensor_axis(tmp_path: Path) -> None:
+    recipe = llama(tmp_path, 64)
+    model = recipe.model.model_copy(update={"fp8": True})
+    assert choose_mesh(recipe.model_copy(update={"model": model}), H200).sizes.tensor == 1
+
+
 def test_what_fits_nowhere_is_refused_with_the_shape_that_takes_least(tmp_path: Path) -> None:
     recipe = llama(tmp_path, 8, tokens=1 << 17)
     small = device_named("H100:20")
