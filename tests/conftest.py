@@ -37,6 +37,7 @@ _LONGEST_FIRST = ("golden", "spmd", "e2e", "newcomer", "rollout", "unit/rollout"
 
 
 _BEGAN_S = time.monotonic()
+_HAS_BEGUN = pytest.StashKey[bool]()  # whether any test has
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,6 +73,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     limit_s = item.config.getoption("--begin-within-s")
     if limit_s is not None and time.monotonic() - _BEGAN_S > limit_s:
         pytest.skip(f"the {limit_s:.0f} s of this run are over: `make test-slow` runs everything")
+    item.config.stash[_HAS_BEGUN] = True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A run whose time was over before its first test has tested nothing."""
+    config = session.config
+    is_limited = config.getoption("--begin-within-s") is not None and not config.getoption("numprocesses", None)
+    if is_limited and exitstatus == pytest.ExitCode.OK and not config.stash.get(_HAS_BEGUN, False):
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
