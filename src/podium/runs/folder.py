@@ -104,7 +104,7 @@ class RunFolder:
         folder = cls.of(recipe)
         if not folder.path.exists() or folder._was_never_begun():
             return
-        if is_held(folder.path):
+        if is_held(folder.path) or folder._is_being_started():
             raise RunFolderError(
                 f"{folder.path} is running right now{_holder(folder.path)}. Look at it with `podium show "
                 f"{folder.path}`, or choose another name with --set run.name=..."
@@ -271,9 +271,18 @@ class RunFolder:
     def _was_never_begun(self) -> bool:
         """Whether a process that was killed before the first step left this folder, and no process holds it."""
         with contextlib.suppress(OSError, RunFolderError):
-            if self.is_starting:
+            if self.is_starting and not self._is_being_started():
                 with self.held():
                     return True
+        return False
+
+    def _is_being_started(self) -> bool:
+        """Whether another process of this machine has made the folder and lives: it holds it from the next moment
+        on."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            holder = json.loads((self.path / _LOCK).read_text(encoding="utf-8"))
+            is_here = holder["host"] == platform.node() and holder["pid"] != os.getpid()
+            return self.is_starting and is_here and _lives(holder["pid"])
         return False
 
     def held(self) -> contextlib.AbstractContextManager[None]:
@@ -392,6 +401,21 @@ def _holder(path: Path) -> str:
         return f" (process {holder['pid']} on {holder['host']}, since {since})"
     except (OSError, ValueError, KeyError, TypeError):
         return ""
+
+
+def _lives(pid: int) -> bool:
+    """Whether there is such a process, and it has not ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    with contextlib.suppress(OSError):  # Linux alone tells of those that nobody has waited for
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] != "Z"
+        )
+    return True
 
 
 def is_held(path: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -221,3 +222,22 @@ def test_samples_of_later_steps_and_a_torn_line_are_forgotten_on_resume(recipe: 
 
     steps = [json.loads(line)["step"] for line in folder.samples_file.read_text(encoding="utf-8").splitlines()]
     assert steps == [2, 4]
+
+
+def test_a_folder_that_a_living_process_has_just_made_is_refused(tmp_path: Path) -> None:
+    """It does not hold it yet. That of a process that is gone, or a zombie, is free."""
+    recipe = make_recipe(f"run.folder={tmp_path}", "run.name=new")
+    folder = RunFolder.create(recipe)
+
+    def left_by(pid: int, host: str) -> None:
+        (folder.path / "run.lock").write_text(json.dumps({"pid": pid, "host": host, "since_s": 0.0}))
+
+    left_by(os.getppid(), platform.node())
+    with pytest.raises(RunFolderError, match=rf"is running right now \(process {os.getppid()} on"):
+        RunFolder.create(recipe)
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    for pid, host in ((ended.pid, platform.node()), (2**22 + 1, platform.node()), (os.getppid(), "elsewhere")):
+        left_by(pid, host)
+        RunFolder.create(recipe)
+    ended.wait()
