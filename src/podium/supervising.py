@@ -86,7 +86,7 @@ def limit_before_run(arguments: Sequence[str], key: Literal["restarts", "heartbe
     overrides += [each.removeprefix("--set=") for each in arguments if each.startswith("--set=")]
     default: float = OnPolicyPlacementSection.model_fields[key].default
     found: list[Any] = [each.get(key) for path in arguments[1:] for each in _controlled(Path(path), overrides)]
-    numbers = [each if type(each) in (int, float) and 0 <= each < math.inf else default for each in found]
+    numbers: list[float] = [each if type(each) in (int, float) and 0 <= each < math.inf else default for each in found]
     return max(numbers, default=default)
 
 

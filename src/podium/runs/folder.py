@@ -281,7 +281,7 @@ class RunFolder:
         on."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             holder = json.loads((self.path / _LOCK).read_text(encoding="utf-8"))
-            is_here = holder["host"] == platform.node() and holder["pid"] != os.getpid()
+            is_here: bool = holder["host"] == platform.node() and holder["pid"] != os.getpid()
             return self.is_starting and is_here and _lives(holder["pid"])
         return False
 
