@@ -394,12 +394,14 @@ def generate(
     rollout: RolloutSection | None = None,
     tokenizer: str | Path | None = None,
     chat_template: str | Path | None = None,
+    control_tokens_in_content: Literal["text", "control"] = "text",
     trust_remote_code: bool = False,
     progress: bool = True,
 ) -> GenerationSummary:
     """Answers every prompt of a file or other data source into the JSONL file `out`; called again after it was broken
     off, it continues that file. Prompts may also be a list of rows or a `datasets.Dataset`, and `sampling` a dict.
-    `progress` shows on standard error how far it is."""
+    `control_tokens_in_content` is the key of that name in a recipe's `model`. `progress` shows on standard error how
+    far it is."""
     folder = generating_folder(str(model), needs_tokenizer=tokenizer is None)
     out = _path(out, "out").expanduser()
     section = section_of(
@@ -407,6 +409,7 @@ def generate(
         path=str(folder),
         tokenizer=None if tokenizer is None else str(tokenizer),
         chat_template=None if chat_template is None else str(chat_template),
+        control_tokens_in_content=control_tokens_in_content,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )

@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from podium.data.checking import check_source
+from podium.data.control_counts import ControlCounter
+from podium.data.control_tokens import ControlRule
 from podium.data.documents import Document
 from podium.data.dropping import no_trained_token, reasons_of
 from podium.data.examples import shape_of
+from podium.data.masks import ChatRenderer
 from podium.data.prompts import PromptTokenizer
 from podium.data.skipping import RowSkipper, SkipPolicy
 from podium.data.surveying import ExampleSurvey, SourceRows, TaskSurvey, require_usable
@@ -322,21 +325,25 @@ def deep_report(recipe: Recipe, *, all_rows: bool = False, progress: TextIO | No
         environment_maker(recipe.environment)  # loads a custom class: its text may not tell what making it takes
     shown = RowProgress(progress if all_rows else None)
     reports = []
+    rule = ControlRule.of(recipe.model)
+    search = ChatRenderer(tokenizer, rule).control_search
     for key, section in _sources(recipe):
-        source_rows = SourceRows(section, key, None if all_rows else _DEEP_ROWS, shown)
+        counter = ControlCounter(search, rule, section, key)
+        source_rows = SourceRows(section, key, None if all_rows else _DEEP_ROWS, shown, counter.look)
         match recipe:
             case SpmdRecipe():
-                reports.append((key, source_rows, partial(_source_report, recipe, key, section, tokenizer)))
+                reports.append((key, source_rows, counter, partial(_source_report, recipe, key, section, tokenizer)))
             case OnPolicyRecipe():
-                reports.append((key, source_rows, partial(_task_report, recipe, key, section, tokenizer)))
+                reports.append((key, source_rows, counter, partial(_task_report, recipe, key, section, tokenizer)))
     source_lines = []
-    for _, source_rows, report in reports:
+    for _, source_rows, counter, report in reports:
         source_lines += report(source_rows)
+        source_lines += counter.lines()
         source_lines += [f"  note: {source_rows.note}"] if source_rows.note is not None else []
     shown.close()
     if isinstance(recipe, OnPolicyRecipe):
         require_reward_columns(recipe)
-    bad = [(key, source_rows.bad) for key, source_rows, _ in reports]
+    bad = [(key, source_rows.bad) for key, source_rows, _, _ in reports]
     return lines + source_lines + require_usable(bad, recipe.data)
 
 
@@ -344,7 +351,7 @@ def _task_report(
     recipe: OnPolicyRecipe, key: str, section: SourceSection, tokenizer: Any, rows: SourceRows
 ) -> list[str]:
     """The prompts of a source: how long they are, whether answers fit behind them, what is known to be right."""
-    encoder = PromptTokenizer(tokenizer)
+    encoder = PromptTokenizer(tokenizer, ControlRule.of(recipe.model))
     room = prompt_room(recipe)
     longest = room + recipe.rollout.max_new_tokens
     reader = TaskReader([section], key.rpartition(".")[0], needs_prompt=recipe.needs_prompts)

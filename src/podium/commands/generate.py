@@ -46,6 +46,9 @@ def generate(
     max_running: Annotated[int | None, typer.Option(help="Answers generated at the same time.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder or hub id, when MODEL has none.")] = None,
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja file to use instead of the tokenizer's.")] = None,
+    control_tokens_in_content: Annotated[
+        Literal["text", "control"], typer.Option(help="What messages that spell a control token become.")
+    ] = "text",
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
     column: Annotated[
         list[str] | None, typer.Option(help="prompt=question reads the column question as the prompt.")
@@ -84,6 +87,7 @@ def generate(
             ),
             tokenizer=tokenizer,
             chat_template=chat_template,
+            control_tokens_in_content=control_tokens_in_content,
             trust_remote_code=trust_remote_code,
         )
     except KeyboardInterrupt as error:

@@ -24,6 +24,7 @@ from podium.controller.replay import ReplayExecutor
 from podium.controller.run import OnPolicyRun
 from podium.controller.snapshots import Snapshots
 from podium.controller.state import RunState
+from podium.data.control_tokens import ControlRule
 from podium.data.prompts import PromptTokenizer
 from podium.data.skipping import RowSkipper, SkippedRow, SkipPolicy
 from podium.data.tasks import Task, read_tasks
@@ -78,7 +79,7 @@ def read_inputs(
         saved = SavedCheckpoint(folder.checkpoints / f"step-{resume_step:08d}").record["extras"]
         for part in (folder.checkpoints, folder.path / "critic", folder.path / "reference"):
             set_aside_later(part, resume_step)
-    tokenizer = tokenizer or PromptTokenizer(load_tokenizer(recipe.model))
+    tokenizer = tokenizer or PromptTokenizer(load_tokenizer(recipe.model), ControlRule.of(recipe.model))
     prompts = PromptSource(recipe, tokenizer, saved.get("cursor"))
     limit = heldout_limit(recipe.evaluation.generation, recipe.evaluation.max_documents)
     skipper = RowSkipper(SkipPolicy.of(recipe.data), "data.heldout")

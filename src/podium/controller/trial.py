@@ -18,6 +18,7 @@ from podium.controller.grading import grade_rollouts
 from podium.controller.layout import GRADER, RUNNER, role_names, trial_layout
 from podium.controller.phases import GENERATOR
 from podium.controller.prompts import PromptSource
+from podium.data.control_tokens import ControlRule
 from podium.data.prompts import PromptTokenizer
 from podium.data.tasks import IndexedTask
 from podium.data.tokenizer import load_tokenizer, marked_text
@@ -122,7 +123,7 @@ async def try_episodes(recipe: OnPolicyRecipe, *, num_prompts: int, samples: int
         warn(text)
 
     tokenizer = load_tokenizer(recipe.model)
-    prompts = PromptSource(recipe, PromptTokenizer(tokenizer), None).take(num_prompts)
+    prompts = PromptSource(recipe, PromptTokenizer(tokenizer, ControlRule.of(recipe.model)), None).take(num_prompts)
     try:
         async with open_inline() as cluster:
             layout = trial_layout(recipe, device=await device_kind_of(recipe, cluster))

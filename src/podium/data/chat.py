@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from podium.data.chat_text import message_text
+from podium.data.control_tokens import AS_TEXT, ControlRule
 from podium.data.documents import Document, Mask, Tokens
 from podium.data.kinds import (
     MapFunction,
@@ -68,9 +69,11 @@ class DocumentMaker:
     """Turns rows into documents and prompts with one tokenizer. Not shared between threads: tokenizers are not
     thread-safe."""
 
-    def __init__(self, tokenizer: Any, trained: Trained, max_length: int, overlong: Overlong) -> None:
+    def __init__(
+        self, tokenizer: Any, trained: Trained, max_length: int, overlong: Overlong, rule: ControlRule = AS_TEXT
+    ) -> None:
         self._tokenizer = tokenizer
-        self._renderer = ChatRenderer(tokenizer)
+        self._renderer = ChatRenderer(tokenizer, rule)
         self._trained = trained
         self._max_length = max_length
         self._overlong = overlong

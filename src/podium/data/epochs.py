@@ -14,6 +14,7 @@ import numpy as np
 
 from podium.data.chat import Dropped
 from podium.data.composing import RowChunk, StepComposer, StepSize, chunk_rows, first_state
+from podium.data.control_tokens import ControlRule
 from podium.data.documents import Document, Example
 from podium.data.examples import MakerSpec
 from podium.data.prompts import PromptTokenizer
@@ -46,7 +47,8 @@ def steps_of_epochs(recipe: Recipe) -> int:
 
 def _count_prompts(recipe: OnPolicyRecipe) -> int:
     """Prompts that leave room for an answer; a source's `map` may drop others."""
-    encoder, room = PromptTokenizer(load_tokenizer(recipe.model)), prompt_room(recipe)
+    encoder = PromptTokenizer(load_tokenizer(recipe.model), ControlRule.of(recipe.model))
+    room = prompt_room(recipe)
     lengths: list[int] = []
     skipper = RowSkipper(SkipPolicy.of(recipe.data), "data.train")
     for _ in tasks_in_order(

@@ -11,6 +11,7 @@ import numpy as np
 
 from podium.data.chat import DocumentMaker, Dropped, Made, Overlong, Prompt, Trained, load_map
 from podium.data.comparisons import Shape, judged
+from podium.data.control_tokens import AS_TEXT, ControlRule
 from podium.data.documents import Example
 from podium.data.kinds import MapFunction, named_values
 from podium.data.remembering import RememberedRows
@@ -35,14 +36,19 @@ class ExampleMaker:
     """Turns rows into examples of one shape with one tokenizer. Not shared between threads: tokenizers are not
     thread-safe."""
 
-    def __init__(self, tokenizer: Any, shape: Shape, trained: Trained, max_length: int, overlong: Overlong) -> None:
+    def __init__(
+        self, tokenizer: Any, shape: Shape, trained: Trained, max_length: int, overlong: Overlong,
+        rule: ControlRule = AS_TEXT,
+    ) -> None:  # fmt: skip
         self._shape: Shape = shape
         # Only completions are compared, even if a row has other columns.
         self._documents = DocumentMaker(
-            tokenizer, trained if shape == "documents" else "assistant", max_length, overlong
+            tokenizer, trained if shape == "documents" else "assistant", max_length, overlong, rule
         )
         scored = shape in ("ranked", "scores")
-        self._texts: _TextMaker = ConversationMaker(tokenizer, max_length, overlong) if scored else self._documents
+        self._texts: _TextMaker = (
+            ConversationMaker(tokenizer, max_length, overlong, rule) if scored else self._documents
+        )
 
     def make(
         self, row: Row, columns: Mapping[str, str] = _NO_COLUMNS, map: MapFunction | None = None
@@ -105,7 +111,10 @@ class MakerSpec:
 
     def build(self) -> SourcesMaker:
         """Loads a separate tokenizer and the plug-ins: slow, and once per thread or process."""
-        maker = ExampleMaker(load_tokenizer(self.model), self.shape, self.trained, self.max_length, self.overlong)
+        maker = ExampleMaker(
+            load_tokenizer(self.model), self.shape, self.trained, self.max_length, self.overlong,
+            ControlRule.of(self.model),
+        )  # fmt: skip
         return SourcesMaker(maker, self.sections, self.key, skips=self.skips)
 
 

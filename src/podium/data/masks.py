@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from podium.data.content import ContentEncoder, ControlTextError
+from podium.data.control_tokens import AS_TEXT, ControlNames, ControlRule, ControlSearch
 from podium.data.kinds import Message
 from podium.data.rows import Row
 from podium.data.tokenizer import special_ids
@@ -51,10 +55,11 @@ class MarkedChat:
 
 
 class ChatRenderer:
-    """A tokenizer's chat template, which alone defines how a chat becomes tokens."""
+    """A tokenizer's chat template, which alone defines how a chat becomes tokens. Control tokens are those that the
+    template writes: content that spells one is text, if the `rule` does not say otherwise."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, rule: ControlRule = AS_TEXT) -> None:
+        self._tokenizer, self._rule = tokenizer, rule
         self._probe = ToolProbe(self._probed_text)
         self.special_ids = special_ids(tokenizer)
 
@@ -97,16 +102,20 @@ class ChatRenderer:
         return self._marked_by_prefixes(chat, tools, turns)
 
     def _marked_by_template(self, chat: Sequence[Message], tools: Tools, turns: Sequence[int]) -> MarkedChat:
-        try:
-            with _RENDERING:
-                encoded = self._tokenizer.apply_chat_template(
-                    list(chat), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
-                    tokenizer_kwargs={"verbose": False},
-                )  # fmt: skip
-        except Exception as error:  # the template is the user's code
-            raise _refused(error) from error
-        tokens = list(encoded["input_ids"])
-        trained = [bool(mark) for mark in encoded["assistant_masks"]]
+        text = self._with_content_marked(chat, tools)
+        if text is not None:
+            tokens, trained = self._spans_of_marked(text, chat, tools)
+        else:
+            try:
+                with _RENDERING:
+                    encoded = self._tokenizer.apply_chat_template(
+                        list(chat), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+                        tokenizer_kwargs={"verbose": False},
+                    )  # fmt: skip
+            except Exception as error:  # the template is the user's code
+                raise _refused(error) from error
+            tokens = list(encoded["input_ids"])
+            trained = [bool(mark) for mark in encoded["assistant_masks"]]
         if any(message["role"] == "assistant" for message in chat[: turns[0]]):
             begin = self._length_of_prefix(chat, tools, turns[0], tokens, generation_prompt=True)
             trained[:begin] = [False] * begin
@@ -163,7 +172,36 @@ class ChatRenderer:
         )
 
     def text(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> str:
-        """The rendered chat as text."""
+        """The rendered chat as text for `encode`; around content that spells a control token it has marks."""
+        rendered = self._rendered(messages, tools, generation_prompt=generation_prompt)
+        if self._content is None or not self._content.search.in_chat(messages, tools):
+            return rendered
+        with _refusing_control_text():
+            marked_messages, marked_tools = self._content.marked_chat(messages, tools)
+            marked = self._rendered(marked_messages, marked_tools, generation_prompt=generation_prompt)
+            if self._content.unmarked(marked) == rendered:
+                return marked
+            # Content that the template escapes spells nothing any more.
+            if self._content.template_tokens(marked) == self._content.template_tokens(rendered):
+                return rendered
+            raise ControlTextError("the chat template changes content that spells a control token")
+
+    def content_text(self, text: str) -> str:
+        """A text that is content, beside any template, for `encode`."""
+        if self._content is None or not self._content.search.in_text(text):
+            return text
+        with _refusing_control_text():
+            return self._content.marked_text(text)
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Text as tokens. `special`: with the tokens that the tokenizer adds to a text by itself."""
+        if self._content is not None and self._content.is_marked(text):
+            with _refusing_control_text():
+                return self._content.encode(text, special=special)
+        # The template writes its own special tokens; the tokenizer must not add them again.
+        return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+    def _rendered(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> str:
         self.template(tools)
         try:
             with _RENDERING:
@@ -175,10 +213,50 @@ class ChatRenderer:
         except Exception as error:  # the template is the user's code
             raise _refused(error) from error
 
-    def encode(self, text: str) -> list[int]:
-        """Text as tokens, without special ones added."""
-        # The template writes its own special tokens; the tokenizer must not add them again.
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    def _with_content_marked(self, chat: Sequence[Message], tools: Tools) -> str | None:
+        """The rendered chat if it has marks."""
+        if self._content is None or not self._content.search.in_chat(chat, tools):
+            return None
+        text = self.text(chat, tools, generation_prompt=False)
+        return text if self._content.is_marked(text) else None
+
+    def _spans_of_marked(self, text: str, chat: Sequence[Message], tools: Tools) -> tuple[list[int], list[bool]]:
+        """The tokens of a chat with marks, and which of them the template says that the assistant writes."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        assert self._content is not None
+        with _refusing_control_text():
+            marked, marked_tools = self._content.marked_chat(chat, tools)
+            try:
+                with _RENDERING:
+                    rendered, spans = render_jinja_template(
+                        conversations=[marked], tools=marked_tools, chat_template=self.template(tools),
+                        return_assistant_tokens_mask=True, **self._tokenizer.special_tokens_map,
+                    )  # fmt: skip
+            except Exception as error:  # the template is the user's code
+                raise _refused(error) from error
+            if rendered != [text]:
+                raise ControlTextError("the chat template renders the same chat differently each time")
+            return self._content.encode_spans(text, spans[0])
+
+    @cached_property
+    def _content(self) -> ContentEncoder | None:
+        """None if content may write control tokens."""
+        if not self._rule.as_text:
+            return None
+        return ContentEncoder(self._tokenizer, self.control_search)
+
+    @cached_property
+    def control_search(self) -> ControlSearch:
+        """Finds control tokens in content."""
+
+        def render(messages: Sequence[Message], generation_prompt: bool) -> str | None:
+            try:
+                return self._rendered(messages, None, generation_prompt=generation_prompt)
+            except ChatTemplateError:
+                return None
+
+        return ControlSearch(self._tokenizer, ControlNames.of(self._tokenizer, self._rule, render))
 
     def template(self, tools: Tools) -> str:
         """The chat template's source."""
@@ -195,3 +273,14 @@ def _refused(error: Exception) -> ChatTemplateError:
         f"the chat template refuses this chat ({type(error).__name__}: {error}). Change the row with the source's "
         "`map`, or the template with model.chat_template."
     )
+
+
+@contextmanager
+def _refusing_control_text() -> Iterator[None]:
+    try:
+        yield
+    except ControlTextError as error:
+        raise ChatTemplateError(
+            f"the content spells a control token, which is to be encoded as text, and {error}. Take it out of the "
+            "content (`podium check --deep` names it), or set model.control_tokens_in_content to control."
+        ) from error

@@ -12,6 +12,7 @@ import numpy as np
 
 from podium.data.chat import load_map
 from podium.data.chat_text import as_text
+from podium.data.control_tokens import AS_TEXT, ControlRule
 from podium.data.documents import Tokens
 from podium.data.kinds import Message, named_values, parse_messages, parse_text, parse_tools
 from podium.data.masks import ChatRenderer, ChatTemplateError, Tools, template_error
@@ -42,9 +43,9 @@ class PromptRows:
         self.source: Source = open_source(section, key)
         self._section, self._key = section, key
 
-    def read(self, tokenizer: Any, limit: int | None) -> list[PromptRow]:
+    def read(self, tokenizer: Any, limit: int | None, rule: ControlRule = AS_TEXT) -> list[PromptRow]:
         """The prompts of the first `limit` rows (None: all). An invalid row raises a BadRowError that names it."""
-        encoder = PromptTokenizer(tokenizer)
+        encoder = PromptTokenizer(tokenizer, rule)
         function = load_map(self._section, self._key)
         prompts: list[PromptRow] = []
         for number, row in islice(enumerate(self._rows()), limit):
@@ -108,8 +109,8 @@ def prompt_parts(values: Mapping[str, Any], columns: Mapping[str, str], row: Row
 class PromptTokenizer:
     """Turns prompts into tokens. Not shared between threads: tokenizers are not thread-safe."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._renderer = tokenizer, ChatRenderer(tokenizer)
+    def __init__(self, tokenizer: Any, rule: ControlRule = AS_TEXT) -> None:
+        self._tokenizer, self._renderer = tokenizer, ChatRenderer(tokenizer, rule)
 
     @property
     def own(self) -> Any:
@@ -134,10 +135,13 @@ class PromptTokenizer:
         return np.array(tokens, np.int32)
 
     def _unended(self, text: str) -> list[int]:
-        tokens = list(self._tokenizer(text, verbose=False)["input_ids"])
-        end = self._tokenizer.eos_token_id
-        # Some tokenizers append their end token to every text, but a text to continue has not ended.
-        return tokens[:-1] if tokens and end is not None and tokens[-1] == end else tokens
+        return without_end(self._tokenizer, list(self._tokenizer(text, verbose=False)["input_ids"]))
+
+
+def without_end(tokenizer: Any, tokens: list[int]) -> list[int]:
+    """Some tokenizers append their end token to every text, but a text to continue has not ended."""
+    end = tokenizer.eos_token_id
+    return tokens[:-1] if tokens and end is not None and tokens[-1] == end else tokens
 
 
 def _kind(values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from podium.data.chat import Dropped, Made, Overlong, unreadable
+from podium.data.control_tokens import AS_TEXT, ControlRule
 from podium.data.documents import Document
 from podium.data.kinds import Message, kind_of, parse_messages, parse_prompt_completion, parse_text, parse_tools
 from podium.data.masks import ChatRenderer, ChatTemplateError, Tools, template_error
@@ -19,17 +20,16 @@ from podium.errors import DataError
 class ConversationEncoder:
     """Turns conversations into tokens for a reward model, in the same way for its training and for grading episodes."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._renderer = ChatRenderer(tokenizer)
+    def __init__(self, tokenizer: Any, rule: ControlRule = AS_TEXT) -> None:
+        self._renderer = ChatRenderer(tokenizer, rule)
 
     def chat(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """The tokens of a chat."""
         return self._renderer.tokens(messages, tools, generation_prompt=False)
 
-    def text(self, text: str) -> list[int]:
-        """The tokens of a plain text."""
-        return list(self._tokenizer(text, verbose=False)["input_ids"])
+    def text(self, text: str, said: str = "") -> list[int]:
+        """The tokens of a plain text, and of what a model and an environment `said` behind it."""
+        return self._renderer.encode(text + self._renderer.content_text(said), special=True)
 
 
 def scored_document(tokens: Sequence[int], longest: int | None) -> Document:
@@ -44,8 +44,8 @@ def scored_document(tokens: Sequence[int], longest: int | None) -> Document:
 class ConversationMaker:
     """Turns values of rows into documents that end in a score. Documents that are too long lose their beginning."""
 
-    def __init__(self, tokenizer: Any, max_length: int, overlong: Overlong) -> None:
-        self._encoder = ConversationEncoder(tokenizer)
+    def __init__(self, tokenizer: Any, max_length: int, overlong: Overlong, rule: ControlRule = AS_TEXT) -> None:
+        self._encoder = ConversationEncoder(tokenizer, rule)
         self._max_length = max_length
         self._overlong = overlong
 

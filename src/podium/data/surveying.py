@@ -40,8 +40,13 @@ class BadRows:
 class SourceRows:
     """The first `limit` rows (None: all) of a source; those that cannot be used are counted in `bad`."""
 
-    def __init__(self, section: SourceSection, key: str, limit: int | None, progress: RowProgress) -> None:
+    def __init__(
+        self, section: SourceSection, key: str, limit: int | None, progress: RowProgress,
+        look: Callable[[Row], object] = lambda row: None,
+    ) -> None:  # fmt: skip
+        """`look` is called with each row that can be used."""
         self._section, self._key, self._limit, self._progress = section, key, limit, progress
+        self._look = look
         self.bad = BadRows()
         self._source: Source | None = None
 
@@ -56,6 +61,7 @@ class SourceRows:
             self.bad.num_read += 1
             try:
                 result = use(row)
+                self._look(row)
             except BadRowError as error:
                 self.bad.num_bad += 1
                 if len(self.bad.first) < _NAMED:

@@ -333,7 +333,10 @@ class _Running:
         with _guarded():
             if text is None:
                 self._tokenizer.require_tools_shown(self._messages, tools)
-            transcript = Transcript(self._tokenizer, self._messages if text is None else text, tools)
+            transcript = Transcript(
+                self._tokenizer, self._messages if text is None else text, tools,
+                observed=observation.text is not None,
+            )  # fmt: skip
         if self._room(transcript) < 1:
             raise _EpisodeError(
                 f"the prompt has {len(transcript)} tokens and at most {self._limits.max_length} fit, which leaves no "

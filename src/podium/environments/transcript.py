@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from podium.data.control_tokens import AS_TEXT, ControlRule
 from podium.data.documents import Mask, Tokens
 from podium.data.kinds import Message
 from podium.data.masks import ChatRenderer, ChatTemplateError, HiddenToolsError, Tools
-from podium.data.prompts import PromptTokenizer
+from podium.data.prompts import PromptTokenizer, without_end
 from podium.data.routed_experts import Experts, continued
 from podium.data.rows import Row
 from podium.data.tokenizer import answer_text
@@ -73,11 +74,17 @@ class Transcript:
     In a chat, the model's template renders every reply with the whole conversation. Placeholders replace the answers,
     because their sampled tokens are kept and never tokenized again from text."""
 
-    def __init__(self, tokenizer: TurnTokenizer, start: Sequence[Message] | str, tools: Tools = None) -> None:
+    def __init__(
+        self, tokenizer: TurnTokenizer, start: Sequence[Message] | str, tools: Tools = None, *, observed: bool = False
+    ) -> None:
+        """`observed`: a `start` that is text is of the environment, and not of a row."""
         self._tokenizer, self._tools = tokenizer, tools
         self._shadow: tuple[Message, ...] | None = None if isinstance(start, str) else tuple(start)
         self._rendered = "" if self._shadow is None else tokenizer.render(self._shadow, tools)
-        prompt = tokenizer.text_prompt(start) if isinstance(start, str) else tokenizer.chat_prompt(self._rendered)
+        if isinstance(start, str):
+            prompt = tokenizer.observed_prompt(start) if observed else tokenizer.text_prompt(start)
+        else:
+            prompt = tokenizer.chat_prompt(self._rendered)
         if len(prompt) == 0:
             raise DataError("the prompt has no tokens, so there is nothing that an answer could follow.")
         self._pieces = [_unsampled(prompt)]
@@ -185,11 +192,14 @@ class TurnTokenizer:
     """Tokens of turns and text of answers, with one tokenizer. Shared by the episodes of a thread; tokenizers are not
     thread-safe."""
 
-    def __init__(self, tokenizer: Any, tool_format: ToolFormat | None = None, *, hidden_tools: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, tool_format: ToolFormat | None = None, *, hidden_tools: bool = False,
+        rule: ControlRule = AS_TEXT,
+    ) -> None:  # fmt: skip
         """`hidden_tools`: the template need not show tools to the model."""
         self._tokenizer, self._hidden_tools = tokenizer, hidden_tools
-        self._renderer = ChatRenderer(tokenizer)
-        self._prompts = PromptTokenizer(tokenizer)
+        self._renderer = ChatRenderer(tokenizer, rule)
+        self._prompts = PromptTokenizer(tokenizer, rule)
         self._stand_in_tokens = self._renderer.encode(_STAND_IN)
         self._forms: dict[tuple[str, bool], StandIn] = {}
         self.tool_format = detect_format(tokenizer, tool_format)
@@ -198,6 +208,14 @@ class TurnTokenizer:
         """Tokens of raw text, the same as for single answers: with the tokenizer's start token, and without an end
         token."""
         return self._prompts.tokens(None, text, None, Row({}, "the episode's prompt"))
+
+    def observed_prompt(self, text: str) -> Tokens:
+        """Tokens of raw text that an environment begins with: like those of a row's, but control tokens are text."""
+        marked = self._renderer.content_text(text)
+        if marked == text:
+            return self.text_prompt(text)
+        tokens = self._renderer.encode(marked, special=True)
+        return np.array(without_end(self._tokenizer, tokens), np.int32)
 
     def chat_prompt(self, rendered: str) -> Tokens:
         """Tokens of a rendered chat."""
@@ -217,8 +235,8 @@ class TurnTokenizer:
         return parse_calls(str(marked), self.tool_format)
 
     def continuation(self, text: str) -> Tokens:
-        """Tokens of text that follows raw text."""
-        return np.array(self.encode_behind(text), np.int32)
+        """Tokens of an observation that follows raw text."""
+        return np.array(self.encode_behind(self._renderer.content_text(text)), np.int32)
 
     def render(self, messages: Sequence[Message], tools: Tools) -> str:
         """The chat as the template renders it, up to the generation prompt."""

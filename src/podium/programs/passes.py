@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podium.data.chat import Overlong
+from podium.data.control_tokens import ControlRule
 from podium.data.document_store import DocumentStore, document_key
 from podium.data.documents import Document, Example, PackedExamples, pack_examples
 from podium.data.examples import ExampleMaker, MakerSpec
@@ -42,7 +43,9 @@ def cache_folder(recipe: SpmdRecipe, purpose: str, models: Sequence[str]) -> Pat
         for part, sections in (("train", recipe.data.train), ("heldout", recipe.data.heldout))
         for index, section in enumerate(sections)
     ]
-    how = [spec.trained, str(spec.max_length), spec.overlong, spec.shape, _tokenizing(load_tokenizer(recipe.model))]
+    tokenizing = _tokenizing(load_tokenizer(recipe.model))
+    content = f"control tokens in content: {recipe.model.control_tokens_in_content}"
+    how = [spec.trained, str(spec.max_length), spec.overlong, spec.shape, tokenizing, content]
     maps = [_reading(section) for section in (*spec.sections, *recipe.data.heldout)]
     key = text_fingerprint("\n".join([purpose, *models, *sources, *how, *maps]))
     return Path(recipe.run.cache or Path(recipe.run.folder) / ".cache") / f"{purpose}-{key[:16]}"
@@ -104,7 +107,9 @@ def _documents(recipe: SpmdRecipe) -> Iterator[Document]:
     lenient: Overlong = "truncate" if spec.overlong == "error" else spec.overlong
     data, policy = recipe.data, SkipPolicy.of(recipe.data)
     for part, sections, overlong in (("train", data.train, spec.overlong), ("heldout", data.heldout, lenient)):
-        maker = ExampleMaker(tokenizer, spec.shape, spec.trained, spec.max_length, overlong)
+        maker = ExampleMaker(
+            tokenizer, spec.shape, spec.trained, spec.max_length, overlong, ControlRule.of(recipe.model)
+        )
         for example in OrderedRows(sections, f"data.{part}", policy).iterate(maker):
             yield from example.documents
 

@@ -67,7 +67,10 @@ _RESOLVED = ("epochs", "optimizer.warmup_ratio")
 
 
 # Newer than the first stored fingerprints: at these values, recipes keep the fingerprint that they had without the key.
-_OFF = {"rollout.staleness": 0, "rollout.on_new_weights": "keep", "model.fp8": False, "rollout.fp8": False}
+_OFF = {
+    "rollout.staleness": 0, "rollout.on_new_weights": "keep", "model.fp8": False, "rollout.fp8": False,
+    "model.control_tokens_in_content": "text",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,11 @@ class ModelSection(PathSection):
     )
     tokenizer: Place | None = Field(None, description="Where the tokenizer is, when it is not in `path`.")
     chat_template: Place | None = Field(None, description="A Jinja file that replaces the tokenizer's chat template.")
+    control_tokens_in_content: Literal["text", "control"] = Field(
+        "text",
+        description="What the name of a control token, such as <|im_end|>, becomes in a message, an observation or a "
+        "tool: ordinary text, or the control token.",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Compute dtype; auto is bfloat16 on CUDA, float32 on CPU. Masters are float32 always."
     )

@@ -16,6 +16,7 @@ import numpy as np
 
 from podium.cluster import Computed, WorkerContext
 from podium.cluster.channels import Channel
+from podium.data.control_tokens import ControlRule
 from podium.data.tokenizer import load_tokenizer, parted_stops, stop_tokens
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.environments.episode import (
@@ -72,7 +73,9 @@ class EpisodeRunner(EpisodeSource):
         self._host = EnvironmentHost(spec.environment, output=self._output)  # starts while the tokenizer is read
         weakref.finalize(self, self._host.close)  # a role that is dropped with its worker
         tokenizer = load_tokenizer(spec.model)
-        self._tokenizer = TurnTokenizer(tokenizer, hidden_tools=spec.environment.hidden_tools)
+        self._tokenizer = TurnTokenizer(
+            tokenizer, hidden_tools=spec.environment.hidden_tools, rule=ControlRule.of(spec.model)
+        )
         self._parted_stops = partial(parted_stops, tokenizer)
         self._stops = stop_tokens(tokenizer, local_folder(spec.model.path, "model.path"))
         self._states = EpisodeStates(context)

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from podium.cluster import Computed, Metric, WorkerContext
+from podium.data.control_tokens import ControlRule
 from podium.data.prompts import PromptTokenizer
 from podium.data.tokenizer import answer_text, load_tokenizer, parted_stops, stop_tokens
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
@@ -49,7 +50,7 @@ class GeneratorRank(Generator):
         transformers.logging.set_verbosity_error()
         self._context, self._spec = context, spec
         self._tokenizer = load_tokenizer(spec.model)
-        self._prompts = PromptTokenizer(self._tokenizer)
+        self._prompts = PromptTokenizer(self._tokenizer, ControlRule.of(spec.model))
         self._stops = stop_tokens(self._tokenizer, spec.folder)
         self._copy: WholeCopy | None = None
         self._learner: LearnerRank | None = None

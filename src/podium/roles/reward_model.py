@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from podium.cluster import Computed, WorkerContext
+from podium.data.control_tokens import ControlRule
 from podium.data.documents import Document, pack
 from podium.data.scored import ConversationEncoder, scored_document
 from podium.data.splitting import split_step
@@ -35,7 +36,7 @@ class RewardModelRank(RewardModel):
         self._mesh = mesh_on(context)
         self._reader = TextReader(load_tokenizer(spec.policy))
         tokenizer = load_tokenizer(spec.model if has_tokenizer(spec.folder) else spec.policy)
-        self._encoder = ConversationEncoder(tokenizer)
+        self._encoder = ConversationEncoder(tokenizer, ControlRule.of(spec.policy))
         self._model, _ = place_scalar(spec.model, spec.folder, self._mesh, labels=None, masters=False)
         require_embeddings(tokenizer, self._model.vocab_size)
         labels = self._model.hf.config.num_labels
@@ -86,5 +87,5 @@ class RewardModelRank(RewardModel):
             ] or [{"role": "assistant", "content": ""}]
             tokens = self._encoder.chat([*task.messages, *spoken])
         else:
-            tokens = self._encoder.text(f"{task.text}{''.join(part for _, part in text.turns)}")
+            tokens = self._encoder.text(str(task.text), "".join(part for _, part in text.turns))
         return scored_document(tokens, self._context)

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from podium.data import storage
+from podium.data.control_tokens import ControlRule
 from podium.data.prompts import PromptRow, PromptRows
 from podium.data.tokenizer import answer_text, load_tokenizer, parted_stops, stop_tokens
 from podium.data.trajectories import TrajectoryId
@@ -68,7 +69,7 @@ class _Batch:
     def run(self, rows: PromptRows) -> GenerationSummary:
         job = self._job
         tokenizer = load_tokenizer(job.model)
-        prompts = rows.read(tokenizer, job.limit)
+        prompts = rows.read(tokenizer, job.limit, ControlRule.of(job.model))
         wanted = [AnswerKey(prompt.row, sample) for prompt in prompts for sample in range(job.samples)]
         missing = [key for key in wanted if key not in self._file]
         with self._interrupts_told(wanted):
@@ -240,6 +241,9 @@ def _settings(job: GenerationJob, placement: PlacementSection, rows: PromptRows)
         name: sorted(value) if isinstance(value, frozenset) else value
         for name, value in dataclasses.asdict(job.sampling).items()
     }
+    # Files that were begun before there was the option are continued.
+    other = job.model.control_tokens_in_content
+    content = {} if other == "text" else {"control_tokens_in_content": other}
     return {
         "content of the model": _fingerprint(Path(job.model.path), _MODEL_FILES),
         "content of the tokenizer": _tokenizer_fingerprint(job.model),
@@ -252,6 +256,7 @@ def _settings(job: GenerationJob, placement: PlacementSection, rows: PromptRows)
         "max_length": job.rollout.max_length,
         "seed": job.seed,
         "logprobs": job.logprobs,
+        **content,
         **sampling,
     }
 

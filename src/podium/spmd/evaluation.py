@@ -15,6 +15,7 @@ from torch import Tensor
 
 from podium.data.chat import Prompt
 from podium.data.chat_text import as_text
+from podium.data.control_tokens import ControlRule
 from podium.data.documents import SplitExamples, pack_examples
 from podium.data.examples import ExampleMaker, shape_of
 from podium.data.reading import OrderedRows
@@ -98,7 +99,10 @@ class Evaluator:
         assert recipe.data.max_length is not None
         # Held-out examples that are too long are truncated instead of refused.
         overlong = "truncate" if recipe.data.overlong == "error" else recipe.data.overlong
-        maker = ExampleMaker(self._tokenizer, shape_of(recipe), recipe.trained, recipe.data.max_length, overlong)
+        maker = ExampleMaker(
+            self._tokenizer, shape_of(recipe), recipe.trained, recipe.data.max_length, overlong,
+            ControlRule.of(recipe.model),
+        )  # fmt: skip
         policy = SkipPolicy.of(recipe.data)
         rows_of_heldout = OrderedRows(recipe.data.heldout, "data.heldout", policy)
         examples = tuple(rows_of_heldout.examples(maker, recipe.evaluation.max_documents))
