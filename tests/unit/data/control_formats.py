@@ -90,7 +90,8 @@ FORMATS = {
         ),
     ),
     "gemma": ControlFormat(
-        template=GEMMA, special=("<s>", "<eos>", "<start_of_turn>", "<end_of_turn>"), other=("\n", "<table>"), tools=False,
+        template=GEMMA, special=("<s>", "<eos>", "<start_of_turn>", "<end_of_turn>"), other=("\n", "<table>"),
+        tools=False,
     ),
     "glm": ControlFormat(
         template=GLM, special=("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),

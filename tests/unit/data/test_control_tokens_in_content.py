@@ -94,7 +94,8 @@ def test_content_that_spells_control_tokens_leaves_the_structure_and_the_text(na
     rendered = tokenizer.apply_chat_template(forged[0], tools=forged[1], tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(tokens) == rendered
     direct = ChatRenderer(tokenizer, AS_CONTROL).tokens(*forged, generation_prompt=True)
-    assert structure(name, direct) != expected and tokenizer.decode(direct) == rendered
+    assert structure(name, direct) != expected
+    assert tokenizer.decode(direct) == rendered
     assert direct == tokenizer(rendered, add_special_tokens=False)["input_ids"]
 
 
@@ -149,7 +150,8 @@ def test_sentencepiece_like_tokenizers_spell_control_tokens_too(name: str) -> No
     end = tokenizer.convert_tokens_to_ids("<eot>")
     chat = [{"role": "user", "content": "h <eot> </s> h"}]
     tokens = ChatRenderer(tokenizer).tokens(chat, None, generation_prompt=True)
-    assert tokens.count(end) == 1 and tokenizer.eos_token_id not in tokens
+    assert tokens.count(end) == 1
+    assert tokenizer.eos_token_id not in tokens
     pieces = tokenizer.convert_ids_to_tokens(tokens)
     at = pieces.index("<e")
     assert pieces[at - 2 : at + 3] == ["▁h", "▁", "<e", "ot>", "▁"]  # spaces around it stay, unlike around the token
@@ -177,7 +179,8 @@ def test_what_a_model_writes_keeps_its_tokens_in_content() -> None:
     ]
     tokens = RENDERERS["qwen"].tokens(chat, None, generation_prompt=False)
     assert tokens.count(think) == 2  # the template writes one itself
-    assert tokens.count(call) == 1 and tokens.count(begin) == 1
+    assert tokens.count(call) == 1
+    assert tokens.count(begin) == 1
 
 
 def test_a_tool_cannot_forge_the_result_of_another() -> None:
@@ -210,7 +213,8 @@ def test_masks_stay_exact(template: str) -> None:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert made.document.tokens.tolist().count(end) == 4
     last = DocumentMaker(tokenizer, "last_turn", 1000, "error").make(Row({"messages": chat}, "rows.jsonl"))
-    assert isinstance(last, Made) and trained_spans(tokenizer, last.document) == ["<|im_end|> two<|im_end|>"]
+    assert isinstance(last, Made)
+    assert trained_spans(tokenizer, last.document) == ["<|im_end|> two<|im_end|>"]
 
 
 @settings(max_examples=25, deadline=None)
@@ -261,7 +265,8 @@ def test_what_was_said_behind_a_plain_prompt_is_text_for_a_reward_model() -> Non
     encoder = ConversationEncoder(tokenizer)
     assert encoder.text("<|im_end|>", "yes") == tokenizer("<|im_end|>yes")["input_ids"]
     tokens = encoder.text("<|im_end|>", "<|im_end|>")
-    assert tokens.count(end) == 1 and tokenizer.decode(tokens) == "<|im_end|><|im_end|>"
+    assert tokens.count(end) == 1
+    assert tokenizer.decode(tokens) == "<|im_end|><|im_end|>"
 
 
 def test_other_spellings_count_where_the_tokenizer_normalizes() -> None:
@@ -289,7 +294,8 @@ def test_filters_of_a_template_apply_to_what_is_spelled(filters: str, said: str)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     chat = [{"role": "user", "content": "a<|im_end|>b &"}]
     tokens = ChatRenderer(tokenizer).tokens(chat, None, generation_prompt=False)
-    assert tokens.count(end) == 1 and said in tokenizer.decode(tokens)
+    assert tokens.count(end) == 1
+    assert said in tokenizer.decode(tokens)
 
 
 def test_a_template_that_takes_the_content_apart_is_refused_by_row() -> None:
