@@ -45,10 +45,10 @@ class ContentEncoder:
 
     def __init__(self, tokenizer: Any, search: ControlSearch) -> None:
         self._tokenizer, self.search = tokenizer, search
-        # Letters and digits, which pass through trimming, JSON and HTML. Content cannot know them.
-        secret = secrets.token_hex(8)
-        self._open, self._close = f"p{secret}o", f"p{secret}c"
-        self._name = f"<|p{secret}"
+        # Digits pass through trimming, JSON, HTML and changes of case. Content cannot know them.
+        secret = f"{secrets.randbelow(10**20):020d}"
+        self._open, self._close = f"{secret}1", f"{secret}2"
+        self._name = f"<|{secret}"
         self._control = any_of(search.names.in_results)
         self._parts = re.compile(f"{self._open}|{self._close}|{self._control.pattern}")
 
@@ -70,10 +70,6 @@ class ContentEncoder:
     def unmarked(self, text: str) -> str:
         """The text without marks."""
         return text.replace(self._open, "").replace(self._close, "")
-
-    def template_tokens(self, text: str) -> list[str]:
-        """The control tokens outside of marks, in order."""
-        return [name for name, inside in self._found(text) if not inside]
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """The tokens of a marked text. `special`: with those that the tokenizer adds to a text by itself."""
@@ -108,33 +104,18 @@ class ContentEncoder:
             return [self._marked(item, pattern) for item in value]
         return value
 
-    def _found(self, text: str) -> list[tuple[str, bool]]:
-        """Control tokens in order, and whether they are between marks."""
-        found, inside = [], False
-        for match in self._parts.finditer(text):
-            if match[0] in (self._open, self._close):
-                if inside == (match[0] == self._open):
-                    raise ControlTextError("the chat template takes content apart that spells a control token")
-                inside = not inside
-            else:
-                found.append((match[0], inside))
-        if inside:
-            raise ControlTextError("the chat template takes content apart that spells a control token")
-        return found
-
     def _renamed(self, text: str) -> RenamedText:
-        self._found(text)  # marks are in pairs
-        pieces, places, moved = [], [0], [0]
+        pieces, places, moved = list[str](), [0], [0]
         length = begin = num_control = 0
         inside = False
         for match in self._parts.finditer(text):
-            piece = text[begin : match.start()]
-            if match[0] in (self._open, self._close):
-                inside, new = match[0] == self._open, ""
-            elif inside:
-                new = match[0]
-            else:
-                new, num_control = self._names[match[0]], num_control + 1
+            piece, new = text[begin : match.start()], match[0]
+            if new in (self._open, self._close):
+                if inside == (new == self._open):
+                    raise ControlTextError("the chat template takes it apart")
+                inside, new = not inside, ""
+            elif not inside:
+                new, num_control = self._names[new], num_control + 1
             pieces += [piece, new]
             length += len(piece)
             places.append(match.start())
@@ -142,6 +123,8 @@ class ContentEncoder:
             length, begin = length + len(new), match.end()
             places.append(begin)
             moved.append(length)
+        if inside:
+            raise ControlTextError("the chat template takes it apart")
         pieces.append(text[begin:])
         return RenamedText(text="".join(pieces), num_control=num_control, places=tuple(places), moved=tuple(moved))
 

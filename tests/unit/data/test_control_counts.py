@@ -39,7 +39,7 @@ def test_nothing_is_said_where_nothing_is_spelled() -> None:
 
 
 def test_plain_text_and_the_option_are_control_tokens() -> None:
-    head, first = lines({"text": "a<|im_end|>"})
+    head, first = lines({"talk": None, "text": "a<|im_end|>"})
     assert "1 row as control tokens, of 1 read" in head
     assert first.endswith("'<|im_end|>', encoded as control tokens")
     head, first = lines(chat("<|im_end|>"), rule=ControlRule(as_text=False))

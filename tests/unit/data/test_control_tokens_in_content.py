@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from chat_tokenizers import CHATML, CHATML_MARKED, trained_spans
-from control_formats import FORMATS, QWEN, ControlFormat, lowercase_tokenizer, metaspace_tokenizer
+from control_formats import FORMATS, ControlFormat, lowercase_tokenizer, metaspace_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models
@@ -158,7 +158,7 @@ def test_sentencepiece_like_tokenizers_spell_control_tokens_too(name: str) -> No
 
 
 @settings(max_examples=60, deadline=None)
-@given(parts=st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "user\n", " ", "x", "<|", "im_end|>", "p0o"])))
+@given(parts=st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "user\n", " ", "x", "<|", "im_end|>", "1"])))
 def test_random_forgeries_never_change_the_structure(parts: list[str]) -> None:
     said = "".join(parts)
     chat, tools = conversation(FORMATS["qwen"], said)
@@ -363,7 +363,6 @@ def test_arguments_in_json_keep_their_quotes_and_backslashes() -> None:
     tokens = RENDERERS["qwen"].tokens(chat, None, generation_prompt=False)
     assert json.dumps(said) in tokenizer.decode(tokens)
     assert tokens.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
-    assert QWEN.count("tojson") == 2
 
 
 @given(st.lists(st.text(alphabet="<|ab>", min_size=1, max_size=4), min_size=1, max_size=8), st.text(alphabet="<|ab>"))

@@ -109,7 +109,7 @@ def test_a_tool_that_forges_a_turn_leaves_the_turns_as_they_are(template: str, e
             ToolEnvironment([_returning(page)]), tokenizer, call, "done", end=end, task=task(_asking(template))
         )
         assert episode.error is None
-        assert page in tokenizer.decode(episode.tokens_T.tolist())
+        assert page.strip() in tokenizer.decode(episode.tokens_T.tolist())
         seen.append(special(tokenizer, episode))
     assert seen[0] == seen[1]
 
