@@ -31,6 +31,7 @@ GUIDES: Mapping[str, tuple[str, str]] = {
     "run.rollouts": ("rollouts on disk", "rollouts.md"),
     "rollout": ("rollout", "rollout.md#sizes"),
     "reward": ("rewards", "rewards.md"),
+    "reward.judge": ("judges", "judges.md"),
     "grading": ("rewards", "rewards.md#when-a-reward-fails"),
     "algorithm": ("methods", "methods.md"),
     "environment": ("environments", "environments.md"),

@@ -42,6 +42,11 @@ STAND_INS = {"NAME": "correct", "SOURCE": "(?:easy|hard)", "KEY": "calls", "K": 
 
 # Keys of the answers that an evaluation shows: no metrics.
 OF_SAMPLES = {"prompt", "answer", "reference", "score"}
+# Numbers of a judge that compares, has a price, and agrees with itself in one of two comparisons.
+JUDGED = {
+    f"correct/judge/{name}": (2.0, 4.0)
+    for name in ("requests", "retries", "cache_hits", "tokens_in", "tokens_out", "cost", "comparisons", "agreeing")
+}
 # All that a method needs of an engine to say what it counts.
 ENGINE: Any = SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cpu")))
 
@@ -84,7 +89,7 @@ def step_names() -> set[str]:
     answers = [make_answer(draw, sample) for draw in (0, 1) for sample in (0, 1)]
     graded = make_graded(
         [1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1], answers=answers, sources={0: "easy", 1: "hard"},
-        shaping_N=np.array([0.0, -0.5, 0.0, 0.0]), extras={"correct/calls": (2.0, 4.0)},
+        shaping_N=np.array([0.0, -0.5, 0.0, 0.0]), extras={"correct/calls": (2.0, 4.0)} | JUDGED,
     )  # fmt: skip
     note = replace(graded.rollouts.note, turns_N=np.array([1, 2, 1, 1]), counts={"calls": np.array([3.0])})
     engine = dict.fromkeys(("lent_s", "switch_s", "lent_tokens", "moved_episodes", "generated_tokens"), 1.0)

@@ -201,7 +201,7 @@ async def _roles(recipe: OnPolicyRecipe, names: RoleNames, workers: Workers, war
     functions = tuple(index for index in range(len(recipe.reward)) if index not in recipe.reward_models)
     grader = GraderHandle(
         workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s, warn=warn,
-        restarts=recipe.placement.restarts,
+        restarts=recipe.placement.restarts, judging_s=recipe.judging_s,
     )  # fmt: skip
     generator = GeneratorHandle(workers.role(GENERATOR, Generator))
     lent = None if names.lent is None else GeneratorHandle(workers.role(names.lent, Generator))

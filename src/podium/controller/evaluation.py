@@ -13,6 +13,7 @@ from podium.cluster.deadlines import now_s
 from podium.controller.devices import Devices
 from podium.controller.episodes import Episodes
 from podium.controller.grading import HeldoutScores
+from podium.controller.judging import judge_metrics, split_judged
 from podium.controller.parts import OnPolicyParts
 from podium.controller.records import pass_at_k, powers_up_to
 from podium.data.tasks import IndexedTask, Task
@@ -117,6 +118,7 @@ def summarise(
         metrics["heldout/unscored"] = float((~is_scored_N).sum())
     metrics |= _by_source(scores_N, rollouts)
     metrics |= pass_at if has_scores else {}
+    metrics |= {f"heldout/{name}": value for name, value in judge_metrics(split_judged(scores.extras)[0]).items()}
     answers = tuple(
         SampleView(
             prompt=prompt,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,6 +144,7 @@ class HeldoutScores:
     texts: tuple[tuple[int, str, str], ...]  # (row, prompt, answer) of the rows that were asked for
     num_errors: int
     first_error: str | None
+    extras: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # further numbers: sum and count
 
 
 async def heldout_scores(rollouts: Rollouts, recipe: OnPolicyRecipe, roles: Roles, *, show: int) -> HeldoutScores:
@@ -175,4 +176,5 @@ async def heldout_scores(rollouts: Rollouts, recipe: OnPolicyRecipe, roles: Role
         texts=grades.texts,
         num_errors=len(errors),
         first_error=errors[min(errors)] if errors else None,
+        extras={name: _sum_and_count(values_N) for name, values_N in grades.extras.items()},
     )

@@ -118,7 +118,7 @@ def layout_of(
     else:
         generator = _generator(recipe, learner=POLICY)
         roles.append(_role(GENERATOR, Generator, TRAIN, MeshShape(replica=ranks), generator))
-    helper_pools, helper_roles = _helper_roles(recipe, lent=names.lent)
+    helper_pools, helper_roles = _helper_roles(recipe, lent=names.lent, run=folder.path.resolve())
     return Layout(pools=(*pools, *helper_pools), roles=(*roles, *helper_roles))
 
 
@@ -143,8 +143,10 @@ def _of_generators(recipe: OnPolicyRecipe, device: str) -> Resources:
     return Resources(cpus=_DEVICE_CPUS * size, gpus=float(size) if device == "cuda" else 0.0)
 
 
-def _helper_roles(recipe: OnPolicyRecipe, *, lent: str | None = None) -> tuple[list[Pool], list[RoleSpec]]:
-    """Episode runners and graders, with their pools."""
+def _helper_roles(
+    recipe: OnPolicyRecipe, *, lent: str | None = None, run: Path | None = None
+) -> tuple[list[Pool], list[RoleSpec]]:
+    """Episode runners and graders, with their pools. `run`: the run folder; None: there is none."""
     pools, roles = [], []
     if recipe.environment is not None:
         runners = recipe.environment.runners
@@ -163,7 +165,11 @@ def _helper_roles(recipe: OnPolicyRecipe, *, lent: str | None = None) -> tuple[l
     pools.append(_helpers(GRADERS, count, recipe))
     roles.append(
         RoleSpec(
-            name=GRADER, kind=Grader, pool=GRADERS, mesh=MeshShape(replica=count), arguments=(GraderSpec.of(recipe),)
+            name=GRADER,
+            kind=Grader,
+            pool=GRADERS,
+            mesh=MeshShape(replica=count),
+            arguments=(GraderSpec.of(recipe, run),),
         )
     )
     return pools, roles

@@ -13,6 +13,7 @@ import numpy as np
 
 from podium.algorithms.staleness import AgeStatistics, updates_between
 from podium.cluster.results import Span
+from podium.controller.judging import judge_metrics, split_judged
 from podium.controller.ledger import EpisodeRecord, GroupRecord
 from podium.recipe.solving import Solving
 from podium.roles.carriers import FINISHES, DistanceNote, Floats
@@ -80,9 +81,10 @@ def _rewards(record: StepRecord) -> dict[str, float]:
     if len(set(sources_N.tolist())) > 1:
         for source in sorted(set(sources_N.tolist())):
             metrics[f"reward/source/{source}/mean"] = float(rewards_N[sources_N == source].mean())
-    for name, (total, count) in graded.extras.items():
+    judged, others = split_judged(graded.extras)
+    for name, (total, count) in others.items():
         metrics[f"reward/extra/{name}"] = total / count if count else 0.0
-    return metrics
+    return metrics | judge_metrics(judged)
 
 
 def _spread(name: str, values: Floats) -> dict[str, float]:

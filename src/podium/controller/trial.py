@@ -164,8 +164,9 @@ async def _grade(
 ) -> tuple[GradedRollouts, Mapping[int, str]]:
     functions = tuple(index for index in range(len(recipe.reward)) if index not in recipe.reward_models)
     grader = GraderHandle(
-        workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s, warn=warn
-    )
+        workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s, warn=warn,
+        judging_s=recipe.judging_s,
+    )  # fmt: skip
     models = tuple(
         (index, RewardModelHandle(workers.role(name, RewardModel))) for index, name in role_names(recipe).reward_models
     )

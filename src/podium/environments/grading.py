@@ -196,16 +196,16 @@ class EpisodeGrader:
                 if num_hanging >= self._most_hanging:
                     return work.fail_rest(self._gave_up(num_hanging))
                 lane = AsyncLane() if is_apart else self._shared_lane(at)
-                abandoned = await lane.run(work, self._timeout_s, self._too_slow())
+                timeout_s = self._rewards[at].timeout_s or self._timeout_s
+                abandoned = await lane.run(work, timeout_s, self._too_slow(timeout_s))
                 if abandoned is None:
                     return None
                 self._abandon(at, lane)
                 is_apart = is_apart or abandoned.is_unknown
                 num_hanging += bool(abandoned.culprits)
                 for position in abandoned.culprits:
-                    work.fail(
-                        position, f"{self._too_slow()}: it blocks the event loop; await what waits, or write `def`"
-                    )
+                    why = f"{self._too_slow(timeout_s)}: it blocks the event loop; await what waits, or write `def`"
+                    work.fail(position, why)
                     work.tell(position)
         finally:
             if is_apart and lane is not None and lane not in self._lanes:
@@ -224,8 +224,8 @@ class EpisodeGrader:
         if self._loops.get(at) is lane:
             del self._loops[at]
 
-    def _too_slow(self) -> str:
-        return f"did not return in {self._timeout_s:g} s (grading.timeout_s)"
+    def _too_slow(self, timeout_s: float | None = None) -> str:
+        return f"did not return in {timeout_s or self._timeout_s:g} s (grading.timeout_s)"
 
     def _gave_up(self, count: int) -> str:
         return f"was not called, after {count} calls of this batch that {self._too_slow()}"

@@ -9,7 +9,7 @@ from contextlib import suppress
 from podium.data.tasks import Task
 from podium.environments.signatures import is_filled
 from podium.errors import DataError, RecipeError
-from podium.recipe import FunctionReward, RewardSection, VerifierReward, plugins
+from podium.recipe import FunctionReward, JudgeReward, RewardSection, VerifierReward, plugins
 
 REFERENCE = "reference"
 _OF_THE_REFERENCE = ("reference", "references", "ground_truth", "ground_truths")
@@ -26,7 +26,7 @@ def require_scorable(
         by_source.setdefault(task.source, []).append(task)
     for index, reward in enumerate(rewards):
         for name, column in _columns_read(reward, f"{key}.{index}"):
-            if not any(_has(task, column) for task in train) and not isinstance(reward, VerifierReward):
+            if not any(_has(task, column) for task in train) and not isinstance(reward, VerifierReward | JudgeReward):
                 continue  # the function copes without it
             for source, tasks in by_source.items():
                 if not any(_has(task, column) for task in tasks):
@@ -43,6 +43,8 @@ def _columns_read(reward: RewardSection, key: str) -> Iterator[tuple[str, str]]:
     match reward:
         case VerifierReward():
             yield reward.verifier, REFERENCE
+        case JudgeReward() if reward.judge.compare == "reference":
+            yield reward.metric_name, REFERENCE
         case FunctionReward():
             with suppress(RecipeError):  # a function that cannot be found is reported elsewhere
                 function = plugins.outline(reward.function, f"{key}.function")

@@ -12,7 +12,7 @@ from typing import Any
 
 from podium.environments.activity import Activity, Mark
 from podium.environments.grading import CallId, EpisodeGrader, FunctionLocks, Grade, Observer
-from podium.environments.rewards import RewardResult, Sample, build_rewards
+from podium.environments.rewards import JudgingPlace, RewardResult, Sample, build_rewards
 from podium.environments.signatures import Per
 from podium.recipe import RewardSection
 
@@ -28,6 +28,7 @@ class RewardSpec:
     timeout_s: float
     also_scored: bool
     memory_gib: float | None = None  # of one process and all that it starts; None: no limit
+    judging: JudgingPlace = field(default_factory=JudgingPlace)
 
     @property
     def num_slots(self) -> int:
@@ -87,7 +88,10 @@ class RewardService:
 
     def __init__(self, activity: Activity, spec: RewardSpec) -> None:
         self._activity, self._spec = activity, spec
-        self._rewards = {purpose: build_rewards(sections, key) for purpose, (sections, key) in spec.sections.items()}
+        self._rewards = {
+            purpose: build_rewards(sections, key, judging=spec.judging)
+            for purpose, (sections, key) in spec.sections.items()
+        }
         locks = FunctionLocks()  # a function may both be a reward and score held-out answers
         self._graders = {
             purpose: EpisodeGrader(rewards, timeout_s=spec.timeout_s, also_scored=spec.also_scored, locks=locks)

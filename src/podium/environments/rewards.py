@@ -9,11 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from podium.environments.judge_endpoint import read_key
+from podium.environments.judges import GroupReward, Judge, ReferenceReward, ScoreReward
 from podium.environments.protocol import is_async
+from podium.environments.reward_results import RewardResult
 from podium.environments.signatures import (
     Per,
     Sample,
@@ -25,7 +29,7 @@ from podium.environments.signatures import (
 )
 from podium.environments.verifiers import bind_verifier, load_verifier
 from podium.errors import RecipeError, what_raised, with_place
-from podium.recipe import FunctionReward, ModelReward, RewardSection, VerifierReward, plugins
+from podium.recipe import FunctionReward, JudgeReward, ModelReward, RewardSection, VerifierReward, plugins
 from podium.recipe.definitions import definition_of
 
 __all__ = [
@@ -41,14 +45,19 @@ __all__ = [
 
 _MAX_REPR = 60
 _OF_VERIFIERS = Signature(style="podium", per="sample", names=("answer", "reference"))
+_OF_SAMPLES = Signature(style="podium", per="sample", names=("sample",))
+_OF_GROUPS = Signature(style="podium", per="group", names=("samples",))
+# A judge's call waits for the requests before it, and each judgement has a deadline of its own. Those of a whole batch
+# are the deadline of the grader's call.
+_JUDGING_S = 86400.0
 
 
-class RewardResult(NamedTuple):
-    """The result of a reward for one sample. With neither value nor failure, the reward does not apply to it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgingPlace:
+    """Where judges are called: so many processes share their limits, and `folder` is for their caches on disk."""
 
-    value: float | None
-    failure: str | None = None
-    extras: Mapping[str, float] | None = None  # further numbers that the function returned with its score
+    processes: int = 1
+    folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,6 +71,7 @@ class Reward:
     signature: Signature
     options: Mapping[str, Any] = field(default_factory=dict)
     is_async: bool = False
+    timeout_s: float | None = None  # of one call; None: grading.timeout_s
 
     @property
     def per(self) -> Per:
@@ -105,6 +115,8 @@ class Reward:
     def _outcome(self, returned: Any) -> RewardResult:
         if type(returned) is float and math.isfinite(returned):  # nearly always
             return RewardResult(returned)
+        if isinstance(returned, RewardResult):  # a judge's
+            return returned
         extras = None
         if isinstance(returned, Mapping):
             if "score" not in returned:
@@ -124,12 +136,14 @@ class Reward:
         return RewardResult(value, None, extras)
 
 
-def build_rewards(sections: Sequence[RewardSection], key: str = "reward") -> tuple[Reward, ...]:
-    """The rewards that are functions and verifiers, with plug-ins loaded and options checked. Reward models are scored
-    elsewhere: they are left out, and the others keep their index."""
+def build_rewards(
+    sections: Sequence[RewardSection], key: str = "reward", *, judging: JudgingPlace | None = None
+) -> tuple[Reward, ...]:
+    """The rewards that are functions, verifiers and judges, with plug-ins loaded, options checked and keys read. Reward
+    models are scored elsewhere: they are left out, and the others keep their index."""
     names = reward_names(sections, key)
     return tuple(
-        _built(section, index, names[index], f"{key}.{index}")
+        _built(section, index, names[index], f"{key}.{index}", judging or JudgingPlace())
         for index, section in enumerate(sections)
         if not isinstance(section, ModelReward)
     )
@@ -184,15 +198,35 @@ def reward_names(sections: Sequence[RewardSection], key: str = "reward") -> tupl
     return tuple(names)
 
 
-def _built(section: RewardSection, index: int, name: str, key: str) -> Reward:
+def _built(section: RewardSection, index: int, name: str, key: str, judging: JudgingPlace) -> Reward:
     match section:
         case VerifierReward():
             verifier = load_verifier(section.verifier, section.options, key)
             return Reward(index=index, name=name, weight=section.weight, function=verifier, signature=_OF_VERIFIERS)
         case FunctionReward():
             return _built_function(section, index, name, key)
+        case JudgeReward():
+            return _built_judge(section, index, name, f"{key}.judge", judging)
         case _:
             raise TypeError(f"{type(section).__name__} is not called")
+
+
+def _built_judge(section: JudgeReward, index: int, name: str, key: str, judging: JudgingPlace) -> Reward:
+    on_disk = section.judge.cache == "run_folder"
+    folder = judging.folder if on_disk else None
+    judge = Judge(section.judge, read_key(section.judge, key), share=judging.processes, folder=folder)
+    function: Callable[..., Any]
+    match section.judge.compare:
+        case "group":
+            function = GroupReward(judge)
+        case "reference":
+            function = ReferenceReward(judge)
+        case None:
+            function = ScoreReward(judge)
+    return Reward(
+        index=index, name=name, weight=section.weight, function=function,
+        signature=_OF_GROUPS if section.judge.compare == "group" else _OF_SAMPLES, is_async=True, timeout_s=_JUDGING_S,
+    )  # fmt: skip
 
 
 def _built_function(section: FunctionReward, index: int, name: str, key: str) -> Reward:

@@ -21,6 +21,7 @@ from podium.recipe.fields import (
     Switch,
     Text,
 )
+from podium.recipe.judges import JudgeSection
 from podium.recipe.plugins import PLUGIN_SCHEMA, Plugin
 from podium.recipe.schema import EngineSection
 
@@ -78,10 +79,12 @@ class RolloutSection(EngineSection):
 
 
 class RewardSection(Section):
-    """One reward: a function, a verifier or a reward model."""
+    """One reward: a function, a verifier, a reward model or a judge."""
 
     name: Text | None = Field(
-        None, description="What it is called in the metrics; default: its function's, verifier's or folder's name."
+        None,
+        description="What it is called in the metrics; default: its function's, verifier's or folder's name, or "
+        "`judge`.",
     )
     weight: Real = Field(1.0, description="The total is the weighted sum of all rewards; 0 only logs it.")
 
@@ -137,10 +140,20 @@ class ModelReward(RewardSection):
         return os.path.basename(self.model.rstrip("/")) or self.model
 
 
+class JudgeReward(RewardSection):
+    """A model that judges by a rubric, behind an OpenAI-compatible endpoint."""
+
+    judge: JudgeSection
+
+    @property
+    def _default_name(self) -> str:
+        return "judge"
+
+
 def _reward_tag(value: Any) -> str | None:
     """The kind of reward. None: there is not exactly one source."""
     keys = type(value).model_fields if isinstance(value, RewardSection) else value if isinstance(value, dict) else ()
-    named = [name for name in ("function", "verifier", "model") if name in keys]
+    named = [name for name in ("function", "verifier", "model", "judge") if name in keys]
     return f"reward={named[0]}" if len(named) == 1 else None
 
 
@@ -161,11 +174,12 @@ class RewardByName(Shorthand):
 AnyReward = Annotated[
     Annotated[FunctionReward, Tag("reward=function")]
     | Annotated[VerifierReward, Tag("reward=verifier")]
-    | Annotated[ModelReward, Tag("reward=model")],
+    | Annotated[ModelReward, Tag("reward=model")]
+    | Annotated[JudgeReward, Tag("reward=judge")],
     Discriminator(
         _reward_tag,
         custom_error_type="reward_source",
-        custom_error_message="Needs exactly one of function, verifier and model",
+        custom_error_message="Needs exactly one of function, verifier, model and judge",
     ),
     RewardByName(),
 ]

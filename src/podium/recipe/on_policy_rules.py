@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from podium.recipe.algorithm import GrpoAlgorithm, PolicySection
 from podium.recipe.generator_mesh import generator_rules
+from podium.recipe.on_policy import JudgeReward
 from podium.recipe.solving import TOTAL
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def on_policy_rules(recipe: OnPolicyRecipe) -> list[str]:
     return [
         *_signal(recipe),
         *_solving(recipe),
+        *_judges(recipe),
         *_estimator(recipe),
         *_loss(recipe),
         *_truncation(recipe),
@@ -47,6 +49,25 @@ def _solving(recipe: OnPolicyRecipe) -> Iterator[str]:
     if solved_by is not None and solved_by not in (TOTAL, *names):
         known = ", ".join([*names, TOTAL])
         yield f"grading.solved_by: no reward is called {solved_by!r}. Give one of {known}, or remove it."
+
+
+def _judges(recipe: OnPolicyRecipe) -> Iterator[str]:
+    generation = recipe.evaluation.generation
+    scores_heldout = bool(recipe.data.heldout) and (generation is None or generation.score is None)
+    for index, reward in enumerate(recipe.reward):
+        if not isinstance(reward, JudgeReward) or reward.judge.compare != "group":
+            continue
+        key = f"reward.{index}.judge"
+        if recipe.rollout.samples_per_prompt < 2:
+            yield (
+                f"{key}.compare: group compares the answers to a prompt, and rollout.samples_per_prompt 1 leaves one. "
+                "Raise it, or compare with the reference."
+            )
+        if scores_heldout and reward.weight != 0:
+            yield (
+                f"{key}.compare: group cannot score held-out answers, of which each prompt has one. Set "
+                "evaluation.generation.score, compare with the reference, or remove data.heldout."
+            )
 
 
 def _estimator(recipe: OnPolicyRecipe) -> Iterator[str]:

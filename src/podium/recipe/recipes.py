@@ -32,6 +32,7 @@ from podium.recipe.on_policy import (
     CriticSection,
     EnvironmentSection,
     GradingSection,
+    JudgeReward,
     ModelReward,
     Rewards,
     RolloutSection,
@@ -379,6 +380,12 @@ class OnPolicyRecipe(Recipe):
     def reward_models(self) -> dict[int, str]:
         """Position among the rewards -> checkpoint, of those that are reward models."""
         return {index: reward.model for index, reward in enumerate(self.reward) if isinstance(reward, ModelReward)}
+
+    def judging_s(self, num_episodes: int) -> float:
+        """Longest time in which one grader's judges judge so many episodes; judges are asked at the same time."""
+        size, workers = self.rollout.samples_per_prompt, self.grading.workers
+        judges = [reward.judge for reward in self.reward if isinstance(reward, JudgeReward)]
+        return max((judge.longest_s(num_episodes, size, share=workers) for judge in judges), default=0.0)
 
     @property
     def gives_rewards(self) -> bool:

@@ -6,7 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from podium.recipe.on_policy import EnvironmentSection, GradingSection, ModelReward, RewardSection, VerifierReward
+from podium.recipe.on_policy import (
+    EnvironmentSection,
+    GradingSection,
+    JudgeReward,
+    ModelReward,
+    RewardSection,
+    VerifierReward,
+)
 
 TOTAL = "total"
 # Verifiers that compare an answer with the reference: 1 is right, 0 is wrong.
@@ -38,7 +45,7 @@ def solving_of(
     correct = [index for index in counted if _is_correctness(rewards[index])]
     for only in (counted, correct):
         if len(only) == 1:
-            return Solving(reward=only[0], at=at, is_clear=not isinstance(rewards[only[0]], ModelReward))
+            return Solving(reward=only[0], at=at, is_clear=not isinstance(rewards[only[0]], ModelReward | JudgeReward))
     return Solving(reward=None, at=at, is_clear=False)
 
 

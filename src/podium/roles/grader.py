@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -24,8 +26,16 @@ from podium.environments.heldout_rows import require_scorable
 from podium.environments.hosted_grading import HostedGrader
 from podium.environments.output_cap import OutputCap
 from podium.environments.reward_service import RewardSpec
-from podium.environments.rewards import Sample
-from podium.recipe import FunctionReward, ModelReward, ModelSection, OnPolicyRecipe, RewardSection, VerifierReward
+from podium.environments.rewards import JudgingPlace, Sample
+from podium.recipe import (
+    FunctionReward,
+    JudgeReward,
+    ModelReward,
+    ModelSection,
+    OnPolicyRecipe,
+    RewardSection,
+    VerifierReward,
+)
 from podium.roles.carriers import Floats, GradeNote, GraderFacts, GradeShard
 from podium.roles.texts import EpisodeText, TextReader
 
@@ -48,19 +58,29 @@ class GraderSpec:
     also_scored: bool  # whether reward models or an environment add to the total
     tools: bool  # whether the environment's turns are tool results
     memory_gib: float | None = None
+    judging: JudgingPlace = field(default_factory=JudgingPlace)
 
     @classmethod
-    def of(cls, recipe: OnPolicyRecipe) -> GraderSpec:
-        """The grader of a recipe."""
+    def of(cls, recipe: OnPolicyRecipe, run: Path | None = None) -> GraderSpec:
+        """The grader of a recipe. `run`: the run folder, which may have judges' caches."""
         return cls(
             model=recipe.model,
-            rewards=recipe.reward,
+            rewards=tuple(_with_absolute_key_file(reward) for reward in recipe.reward),
             evaluation=evaluation_rewards(recipe),
             timeout_s=recipe.grading.timeout_s,
             also_scored=recipe.environment is not None or bool(recipe.reward_models),
             tools=recipe.environment is not None and bool(recipe.environment.tools),
             memory_gib=recipe.grading.memory_gib,
+            judging=JudgingPlace(processes=recipe.grading.workers, folder=None if run is None else run / "judge_cache"),
         )
+
+
+def _with_absolute_key_file(reward: RewardSection) -> RewardSection:
+    """A worker may have been started in another folder than the run."""
+    if not isinstance(reward, JudgeReward) or reward.judge.api_key_file is None:
+        return reward
+    judge = reward.judge.model_copy(update={"api_key_file": os.path.abspath(reward.judge.api_key_file)})
+    return reward.model_copy(update={"judge": judge})
 
 
 def evaluation_rewards(recipe: OnPolicyRecipe) -> tuple[RewardSection, ...]:
@@ -100,8 +120,9 @@ class Grader:
         self._output = output = OutputCap(f"the reward of {context.worker}")
         sections = {"train": (spec.rewards, "reward"), "evaluation": (spec.evaluation, "evaluation.generation.score")}
         rewards = RewardSpec(
-            sections=sections, timeout_s=spec.timeout_s, also_scored=spec.also_scored, memory_gib=spec.memory_gib
-        )
+            sections=sections, timeout_s=spec.timeout_s, also_scored=spec.also_scored, memory_gib=spec.memory_gib,
+            judging=spec.judging,
+        )  # fmt: skip
         self._thread = _GradingThread(lambda: HostedGrader(rewards, output=output))
         self._finalizer = weakref.finalize(self, self._thread.close)  # a role that is dropped with its worker
         try:

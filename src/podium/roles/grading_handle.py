@@ -78,10 +78,11 @@ class GraderHandle:
 
     def __init__(
         self, workers: Workers, group: RoleGroup[Grader], rewards: tuple[int, ...], *, timeout_s: float,
-        warn: Callable[[str], None], restarts: int = 1,
+        warn: Callable[[str], None], restarts: int = 1, judging_s: Callable[[int], float] | None = None,
     ) -> None:  # fmt: skip
         """`restarts`: how often a share is retried whose grader died, at least once. Their episodes have no rewards
-        then: they may be what it dies of. A share whose grader never answers is retried once."""
+        then: they may be what it dies of. A share whose grader never answers is retried once. `judging_s`: longest
+        time in which judges behind an endpoint judge so many episodes."""
         group.requires(Grader.grade)
         self._restarts = max(1, restarts)
         self._workers, self._group, self._rewards = workers, group, rewards
@@ -89,6 +90,8 @@ class GraderHandle:
         # Every call has its own deadline, and so does its process, which takes a moment to be replaced. This deadline
         # is for a worker that fails in another way.
         self._deadline_s = 2 * (MOST_HANGING + 2) * (timeout_s + 5.0) + 30.0
+        self._judging_s = judging_s
+        self._open_rows: dict[int, int] = {}  # by rank: the batches of a grader wait together
 
     @property
     def num_graders(self) -> int:
@@ -126,11 +129,22 @@ class GraderHandle:
         return Rewarded.join(rewarded).take(np.argsort(np.concatenate(parts)))
 
     async def _share(self, rank: int, shard: GradeShard, purpose: Purpose) -> GradeNote:
+        self._open_rows[rank] = self._open_rows.get(rank, 0) + len(shard.rows)
+        try:
+            return await self._graded(rank, shard, purpose)
+        finally:
+            self._open_rows[rank] -= len(shard.rows)
+
+    def _deadline_of(self, rank: int) -> float:
+        judging_s = 0.0 if self._judging_s is None else self._judging_s(self._open_rows[rank])
+        return self._deadline_s + judging_s
+
+    async def _graded(self, rank: int, shard: GradeShard, purpose: Purpose) -> GradeNote:
         errors: list[ClusterError] = []
         while sum(isinstance(each, DeadlineError) for each in errors) < 2 and len(errors) <= self._restarts:
             worker, began_s = self._group.workers[rank], wall_s()
             try:
-                group = self._group.within(self._deadline_s)
+                group = self._group.within(self._deadline_of(rank))
                 note: GradeNote = (await group.control_one(rank, Grader.grade, shard, purpose)).value
             except (WorkerDiedError, DeadlineError) as failed:
                 errors.append(failed)
