@@ -82,10 +82,13 @@ def _of_episodes(
     import torch
 
     from podium.algorithms.returns import moments_of, rewards_to_go
-    from podium.roles.token_rows import token_rewards
+    from podium.roles.token_rows import spread_over_turns, token_rewards
 
     mask_T = torch.from_numpy(trained_T)
-    if advantages.values_N is None:
+    if advantages.turns is not None:
+        turns = advantages.turns.take(batch.rollouts.rows.ids.positions_of(block.ids))
+        values_T = spread_over_turns(turns, block)
+    elif advantages.values_N is None:
         rewards_T = token_rewards(
             block, trained_T, batch.graded.last_token_rewards_N, batch.rollouts.note.turn_rewards,
             columns.get("reference_log_probs"), algorithm, batch.kl_coefficient,

@@ -6,16 +6,17 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from podium.algorithms import advantages
+from podium.algorithms import advantages, turn_advantages
 from podium.data.trajectories import Ints
 from podium.errors import RecipeError, what_raised
 from podium.recipe import CustomOnPolicyRecipe, GrpoRecipe, plugins
-from podium.roles.carriers import Floats
+from podium.roles.carriers import Floats, TurnRewards
 from podium.roles.stages import Advantages, GradedRollouts
 
 AdvantageEstimator = Callable[[Floats, GradedRollouts], Advantages]
@@ -24,6 +25,8 @@ AdvantageEstimator = Callable[[Floats, GradedRollouts], Advantages]
 
 def advantage_estimator(recipe: GrpoRecipe | CustomOnPolicyRecipe) -> AdvantageEstimator:
     """The estimator that the recipe names. ppo.py and on_policy_distill.py have those of a critic and of teachers."""
+    if recipe.algorithm.credit == "turn":
+        return _per_turn(recipe.algorithm.advantage, recipe.algorithm.turn_discount)
     match recipe.algorithm.advantage:
         case "group_relative":
             return _per_episode(advantages.group_relative)
@@ -46,6 +49,38 @@ def _per_episode(estimate: Callable[[Floats, Ints], NDArray[np.float32]]) -> Adv
         return Advantages(values_N=estimate(rewards_N, episodes.group_N).astype(np.float64))
 
     return estimator
+
+
+def _per_turn(name: str | plugins.Plugin, discount: float) -> AdvantageEstimator:
+    """Returns of turns, compared over all turns of a group. The recipe allows no other name."""
+    compare = {
+        "group_relative": turn_advantages.turn_relative,
+        "group_centered": turn_advantages.turn_centered,
+        "leave_one_out": turn_advantages.turn_leave_one_out,
+        "reinforce_pp_baseline": turn_advantages.turn_centered,
+    }[str(name)]
+
+    def estimator(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:
+        turns = turns_with_final_rewards(rewards_N, episodes.rollouts.note.turn_rewards)
+        returns_K = turn_advantages.turn_returns(turns.reward_K, turns.row_K, discount=discount)
+        values_K = compare(returns_K, turns.row_K, episodes.group_N)
+        whiten = name == "reinforce_pp_baseline"
+        return Advantages(values_N=None, turns=replace(turns, reward_K=values_K), whiten=whiten)
+
+    return estimator
+
+
+def turns_with_final_rewards(rewards_N: Floats, turns: TurnRewards) -> TurnRewards:
+    """The rewards of all turns, by row: what an episode's reward has beside those of its turns belongs to the last one.
+    An episode without an answer counts as one turn without tokens."""
+    count = len(rewards_N)
+    without = np.flatnonzero(np.bincount(turns.row_K, minlength=count) == 0)
+    added = TurnRewards(row_K=without, token_K=np.full(len(without), -1), reward_K=np.zeros(len(without)))
+    every = TurnRewards.concatenate([(turns, 0), (added, 0)]).by_row()
+    last_N = np.searchsorted(every.row_K, np.arange(count), side="right") - 1
+    reward_K = every.reward_K.copy()
+    reward_K[last_N] += rewards_N - np.bincount(turns.row_K, turns.reward_K, minlength=count)
+    return replace(every, reward_K=reward_K)
 
 
 def _length_weighted(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:

@@ -22,6 +22,8 @@ CorrectionName = Literal[
 
 # Only this estimator works with a single episode of a prompt: it compares with the whole step.
 _WITHOUT_GROUPS = ("reinforce_pp",)
+# Those with a form that compares turns.
+_OF_TURNS = ("group_relative", "group_centered", "leave_one_out", "reinforce_pp_baseline")
 # Returns of tokens; the others reward whole episodes.
 _DISCOUNTED = ("reinforce_pp",)
 
@@ -191,6 +193,14 @@ class GrpoAlgorithm(PolicySection, RewardShapingSection):
         description="The estimator. A custom function takes (rewards_N, group_N) and gives advantages_N.",
     )
     gamma: Real = Field(1.0, ge=0, le=1, description="Discount of rewards; of reinforce_pp.")
+    credit: Literal["episode", "turn"] = Field(
+        "episode",
+        description="With an environment: all tokens of an episode get its advantage, or those of each turn their own, "
+        "from the rewards of this turn and later ones.",
+    )
+    turn_discount: Real = Field(
+        1.0, ge=0, le=1, description="With credit turn: discount of a reward for each turn that it comes later."
+    )
     dynamic_sampling: Switch = Field(
         False, description="Leave out groups whose rewards are all equal and generate others in their place (DAPO)."
     )
@@ -199,6 +209,11 @@ class GrpoAlgorithm(PolicySection, RewardShapingSection):
         description="With dynamic_sampling, a step replaces at most this many times prompts_per_step groups; then it "
         "continues with what it has. Default: 4.",
     )
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether the estimator can give an advantage to each turn."""
+        return not isinstance(self.advantage, Plugin) and self.advantage in _OF_TURNS
 
     @property
     def needs_groups(self) -> bool:

@@ -86,6 +86,7 @@ def _estimator(recipe: OnPolicyRecipe) -> Iterator[str]:
             f"algorithm.gamma: {algorithm.gamma} has no meaning with {algorithm.advantage}, which rewards whole "
             "episodes. Remove it."
         )
+    yield from _credit(recipe, algorithm)
     if algorithm.dynamic_sampling and lone:
         yield (
             "algorithm.dynamic_sampling: it leaves out groups of equal rewards, and a group of one always is. "
@@ -93,6 +94,30 @@ def _estimator(recipe: OnPolicyRecipe) -> Iterator[str]:
         )
     if algorithm.max_refills is not None and not algorithm.dynamic_sampling:
         yield "algorithm.max_refills: has no meaning without dynamic_sampling. Remove it, or switch that on."
+
+
+def _credit(recipe: OnPolicyRecipe, algorithm: GrpoAlgorithm) -> Iterator[str]:
+    if algorithm.credit == "episode":
+        if algorithm.turn_discount != 1.0:
+            yield (
+                f"algorithm.turn_discount: {algorithm.turn_discount} has no meaning with credit episode. Remove it, or "
+                "set algorithm.credit to turn."
+            )
+        return
+    if recipe.environment is None:
+        yield "algorithm.credit: turn needs episodes of several turns, and there is no environment. Remove it."
+    if not algorithm.has_turns:
+        yield (
+            f"algorithm.credit: turn has no form of {algorithm.advantage}. Set algorithm.advantage to group_relative, "
+            "group_centered, leave_one_out or reinforce_pp_baseline."
+        )
+    if algorithm.loss == "sequence_clipped":
+        yield "algorithm.credit: turn gives an episode several advantages, and sequence_clipped uses one. Use clipped."
+    if algorithm.dynamic_sampling:
+        yield (
+            "algorithm.dynamic_sampling: leaves out groups whose episodes have equal rewards, and with credit turn "
+            "their turns may differ. Remove one of the two."
+        )
 
 
 def _loss(recipe: OnPolicyRecipe) -> Iterator[str]:

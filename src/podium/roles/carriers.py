@@ -67,7 +67,8 @@ class PromptShard:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TurnRewards:
-    """Rewards that an environment gave for single turns: row, token and amount of each."""
+    """Rewards of single turns, or their advantages: row, last token and amount of each, in the order of time. Of an
+    environment's, every turn has one."""
 
     row_K: Ints
     token_K: Ints  # counted from the row's first token
@@ -245,6 +246,7 @@ class UpdateShard:
     teachers: tuple[tuple[RowRefs[TokenColumn], float], ...] = ()  # log-probs of each, and its weight
     rewards_N: Floats | None = None  # where the learner computes returns from them
     turn_rewards: TurnRewards = field(default_factory=TurnRewards.none)
+    turn_advantages: TurnRewards | None = None  # one for each turn
     reference: RowRefs[TokenColumn] | None = None
     absent: tuple[tuple[int, int], ...] = ()  # per optimizer step: tokens and episodes that count, uncomputed
 

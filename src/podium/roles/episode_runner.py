@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 
 import numpy as np
 
@@ -344,8 +344,7 @@ def note_of(episodes: list[Episode]) -> EpisodeNote:
     places = [
         (row, end, reward)
         for row, each in enumerate(episodes)
-        for end, reward in zip(each.turn_ends, each.turn_rewards, strict=False)
-        if reward
+        for end, reward in zip_longest(each.turn_ends, each.turn_rewards[: each.num_turns], fillvalue=0.0)
     ]
     versions = [each.versions_T[each.versions_T >= 0] for each in episodes]  # of the sampled tokens
     names = sorted({name for each in episodes for name in each.metrics})

@@ -312,6 +312,8 @@ class LearnerHandle:
         match train_batch.advantages:
             case Advantages(values_N=values_N) if values_N is not None:
                 return replace(shard, advantages_N=values_N[mine])
+            case Advantages(turns=turns) if turns is not None:
+                return replace(shard, turn_advantages=turns.take(mine))
             case Advantages():
                 # The KL in the reward is subtracted token by token there.
                 return replace(

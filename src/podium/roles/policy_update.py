@@ -35,7 +35,7 @@ from podium.recipe import AlgorithmSection, CorrectionSection
 from podium.roles.carriers import UpdatePlan, UpdateShard
 from podium.roles.interfaces import UpdateNote
 from podium.roles.policy_objective import Loss, PolicyObjective, imitation, loss_of
-from podium.roles.token_rows import packed_rows, token_rewards
+from podium.roles.token_rows import packed_rows, spread_over_turns, token_rewards
 from podium.weights.canary import LogprobGap
 
 
@@ -162,6 +162,8 @@ class PolicyUpdate:
         values_T: NDArray[Any]
         if shard.advantages_N is not None:
             values_T = np.repeat(shard.advantages_N, block.lengths_N)
+        elif shard.turn_advantages is not None:
+            values_T = spread_over_turns(shard.turn_advantages, block)
         elif shard.advantages is not None:
             values_T = shard.advantages.read().advantages_T if len(block.ids) else np.empty(0, np.float32)
         elif shard.teachers:

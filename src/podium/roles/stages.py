@@ -23,7 +23,7 @@ from podium.cluster.results import ShardResult, stored_rows
 from podium.data.tasks import Task
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, TrajectoryIds, ValueColumns
 from podium.recipe.solving import Solving
-from podium.roles.carriers import TRUNCATED, DistanceNote, EpisodeNote, Floats
+from podium.roles.carriers import TRUNCATED, DistanceNote, EpisodeNote, Floats, TurnRewards
 from podium.weights.canary import LogprobGap
 
 
@@ -213,11 +213,12 @@ class TokenAdvantages:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Advantages:
-    """One advantage for each episode, or None if the learner computes returns of each token from the rewards. `whiten`:
-    over all tokens of the step."""
+    """One advantage for each episode, or for each turn, or neither if the learner computes returns of each token from
+    the rewards. `whiten`: over all tokens of the step."""
 
     values_N: Floats | None
     whiten: bool = False
+    turns: TurnRewards | None = None
 
 
 AnyAdvantages = Advantages | TokenAdvantages | TeacherAdvantages
@@ -248,6 +249,8 @@ class TrainBatch:
         advantages = self.advantages
         if isinstance(advantages, Advantages) and advantages.values_N is not None:
             advantages = replace(advantages, values_N=advantages.values_N[positions])
+        elif isinstance(advantages, Advantages) and advantages.turns is not None:
+            advantages = replace(advantages, turns=advantages.turns.take(positions))
         return replace(self, graded=self.graded.take(positions), advantages=advantages)
 
     def without_truncated(self) -> TrainBatch:

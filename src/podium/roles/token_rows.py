@@ -47,6 +47,20 @@ def packed_rows(
     return pack([documents[at] for at in order]), places_S, sequence_S, len(places)
 
 
+def spread_over_turns(turns: TurnRewards, block: TrajectoryBlock) -> NDArray[np.float32]:
+    """The amount of its turn at each token: a turn's tokens end with its last one. Rows without turns have 0."""
+    values_T = np.zeros(len(block.tokens_T), np.float32)
+    sorted_turns = turns.by_row()
+    bounds = np.searchsorted(sorted_turns.row_K, np.arange(len(block.ids) + 1))
+    for row in np.unique(sorted_turns.row_K).tolist():
+        of_row = slice(bounds[row], bounds[row + 1])
+        turn_T = np.searchsorted(sorted_turns.token_K[of_row], np.arange(block.lengths_N[row]))
+        last = bounds[row + 1] - bounds[row] - 1  # what comes after the last turn is not trained
+        amounts_K = sorted_turns.reward_K[of_row]
+        values_T[block.offsets[row] : block.offsets[row + 1]] = amounts_K[np.minimum(turn_T, last)]
+    return values_T
+
+
 def token_rewards(
     block: TrajectoryBlock,
     trained_T: NDArray[np.bool_],
