@@ -65,6 +65,7 @@ TORCH_FREE = (
     "algorithms.staleness",
     "algorithms.statistics",
     "algorithms.sums",
+    "algorithms.turn_advantages",
     "engine.addresses",
     "engine.checkpoint_files",
     "engine.schedule",

@@ -220,7 +220,7 @@ class _Exchange:
             self._socket = connected
 
     def abort(self) -> None:
-        """Ends the request: whoever reads from its connection returns at once."""
+        """Ends the request: a thread that reads from its connection returns at once."""
         with self._lock:
             self._is_over = True
             if self._socket is not None:
