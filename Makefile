@@ -24,8 +24,8 @@ demo: $(INSTALLED)  ## teach a tiny model sums by imitation, then by reinforceme
 	$(BIN)/podium export demo/runs/arithmetic demo/export --stage sft  # what the recipes in examples/methods begin with
 	$(BIN)/python examples/arithmetic/summary.py demo/runs/arithmetic/sft demo/runs/arithmetic/grpo
 
-FAST := not slow and not gpu and not verl and not trl and not trackers and not browser
-SLOW := slow and not soak and not gpu and not trl and not trackers and not jobs
+FAST := not slow and not gpu and not verl and not trl and not trackers and not environments and not browser
+SLOW := slow and not soak and not gpu and not trl and not trackers and not environments and not jobs
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Also where PYTHONDONTWRITEBYTECODE is set: the tests start hundreds of processes, and each would compile Podium again.
@@ -197,3 +197,19 @@ $(JOBS_INSTALLED): tests/jobs/requirements.txt constraints.txt
 
 test-jobs: $(JOBS_INSTALLED)  ## runs as jobs of a Ray cluster: ray job submit, logs and stop
 	$(JOBS_VENV)/bin/python -m pytest -q -m jobs tests/jobs
+
+ENVIRONMENTS_VENV ?= .venv-environments
+ENVIRONMENTS_INSTALLED := $(ENVIRONMENTS_VENV)/.installed
+
+.PHONY: install-environments test-environments
+
+install-environments: $(ENVIRONMENTS_INSTALLED)  ## an environment of its own, with Gymnasium
+
+$(ENVIRONMENTS_INSTALLED): tests/field_environments/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(ENVIRONMENTS_VENV)
+	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/field_environments/requirements.txt
+	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-environments: $(ENVIRONMENTS_INSTALLED)  ## environments of other packages, with the real packages
+	$(ENVIRONMENTS_VENV)/bin/python -m pytest -q -m environments tests/field_environments

@@ -25,6 +25,7 @@ from podium.data.skipping import RowSkipper, SkipPolicy
 from podium.data.surveying import ExampleSurvey, SourceRows, TaskSurvey, require_usable
 from podium.data.tasks import Task, TaskReader, check_task_source, no_task, prompt_room, read_tasks
 from podium.data.tokenizer import listed_tokens, marked_text
+from podium.environments.field_packages import require_package
 from podium.environments.reward_columns import require_reward_columns
 from podium.environments.rewards import check_rewards, declared_reward
 from podium.environments.signatures import require_options
@@ -117,6 +118,8 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
                 yield partial(_check_function, reward, f"reward.{index}")
         if recipe.environment is not None:
             yield partial(_check_environment, recipe.environment)
+            if recipe.environment.gymnasium is not None:
+                yield partial(require_package, "gymnasium", "gymnasium", "environment.gymnasium")
     if isinstance(recipe, CustomSpmdRecipe | CustomOnPolicyRecipe):
         yield lambda: _check_kind(recipe)
     for index, name in enumerate(recipe.run.loggers):
@@ -164,7 +167,7 @@ def _check_environment(section: EnvironmentSection) -> None:
     """That the environment can be made with its options, as far as its file's text tells. One that cannot be found is
     another look's."""
     key = "environment.options"
-    if section.environment is None:
+    if section.tools:
         from podium.environments.tools import ToolEnvironment
 
         making = inspect.signature(ToolEnvironment)
@@ -172,11 +175,12 @@ def _check_environment(section: EnvironmentSection) -> None:
         require_options("tools", making.replace(parameters=limits), section.options, key)
         return
     definition = None
-    with suppress(RecipeError):
-        definition = definition_of(section.environment, "environment.environment")
+    made = section.environment if section.gymnasium is None else section.gymnasium.id
+    if isinstance(made, plugins.Plugin):
+        with suppress(RecipeError):
+            definition = definition_of(made, key)
     if definition is not None:
-        name = f"{definition.place}: {section.environment.name}"
-        require_options(name, definition.signature, section.options, key)
+        require_options(f"{definition.place}: {made.name}", definition.signature, section.options, key)
 
 
 def _check_estimator(path: str) -> None:
@@ -250,6 +254,9 @@ def _on_policy_plugins(recipe: OnPolicyRecipe) -> Iterator[tuple[str, object]]:
     yield "algorithm.loss", recipe.full_algorithm.loss
     if recipe.environment is not None:
         yield "environment.environment", recipe.environment.environment
+        if (gymnasium := recipe.environment.gymnasium) is not None:
+            for key in ("id", "render", "parse"):
+                yield f"environment.gymnasium.{key}", getattr(gymnasium, key)
         for index, tool in enumerate(recipe.environment.tools):
             yield f"environment.tools.{index}", tool
 

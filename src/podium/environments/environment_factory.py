@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The factory of environments of a recipe: of a custom class, of tools, or of a single turn."""
+"""The factory of environments of a recipe: of a custom class, of tools, of another package, or of a single turn."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from podium.environments.episode import MakeEnvironment
+from podium.environments.gymnasium_episodes import GymnasiumEnvironment, GymnasiumSpec
 from podium.environments.protocol import SingleTurn
 from podium.environments.signatures import require_options_of
 from podium.environments.tools import ToolEnvironment, load_tools
@@ -15,10 +17,12 @@ from podium.recipe.on_policy import EnvironmentSection
 
 
 def environment_maker(section: EnvironmentSection | None, key: str = "environment") -> MakeEnvironment:
-    """The factory of environments, one for each episode, from a recipe's section: a custom class, tools, or (no
-    section) a single turn."""
+    """The factory of environments, one for each episode, from a recipe's section: a custom class, tools, an
+    environment of another package, or (no section) a single turn."""
     if section is None:
         return SingleTurn
+    if section.gymnasium is not None:
+        return partial(GymnasiumEnvironment, GymnasiumSpec.of(section.gymnasium, section.options, key))
     if section.environment is None:
         tools = load_tools(section.tools, f"{key}.tools")
         options = {"timeout_s": section.timeout_s, **section.options}

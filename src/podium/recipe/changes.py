@@ -59,7 +59,9 @@ _ENGINE_SIZES = (
 _TRAINING_DATA = re.compile(r"^data\.train\.\d+\.(path|format|split|columns|map)(\.|$)")
 
 
-_CODE = re.compile(r"^(reward\.\d+\.function|environment\.environment|environment\.tools\.\d+)$")
+_CODE = re.compile(
+    r"^(reward\.\d+\.function|environment\.environment|environment\.tools\.\d+|environment\.gymnasium\.\w+)$"
+)
 
 
 # A resolved recipe has these as `steps` and `optimizer.warmup_steps`.
@@ -68,9 +70,13 @@ _RESOLVED = ("epochs", "optimizer.warmup_ratio")
 
 # Newer than the first stored fingerprints: at these values, recipes keep the fingerprint that they had without the key.
 _OFF = {
-    "rollout.staleness": 0, "rollout.on_new_weights": "keep", "model.fp8": False, "rollout.fp8": False,
+    "rollout.staleness": 0,
+    "rollout.on_new_weights": "keep",
+    "model.fp8": False,
+    "rollout.fp8": False,
     "model.control_tokens_in_content": "text",
-}  # fmt: skip
+    "environment.gymnasium": None,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Discriminator, Field, Tag
 from pydantic.json_schema import JsonSchemaValue
 
+from podium.recipe.field_environments import AnyGymnasium
 from podium.recipe.fields import (
     Count,
     NonNegative,
@@ -238,9 +239,13 @@ Teachers = Annotated[tuple[TeacherSection, ...], OneOrMore()]
 
 
 class EnvironmentSection(Section):
-    """Episodes of several turns: a custom environment, or tools that the model may call."""
+    """Episodes of several turns: a custom environment, tools that the model may call, or an environment of another
+    package. Exactly one of `environment`, `tools` and `gymnasium`."""
 
     environment: Plugin | None = Field(None, description="`file.py:Class` with async reset and step.")
+    gymnasium: AnyGymnasium | None = Field(
+        None, description="An environment with Gymnasium's interface; needs the extra of that name."
+    )
     tools: Annotated[tuple[Plugin, ...], OneOrMore()] = Field(
         (), description="Python functions that the model may call."
     )
@@ -263,3 +268,14 @@ class EnvironmentSection(Section):
         default_factory=dict,
         description="Keyword arguments of the environment's class; with tools: max_chars, max_calls, role.",
     )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The keys that say which environment it is; a valid recipe has one."""
+        keys = ("environment", "tools", "gymnasium")
+        return tuple(key for key in keys if getattr(self, key))
+
+    @property
+    def is_self_contained(self) -> bool:
+        """Whether the environment may begin episodes and reward them by itself: any but tools."""
+        return self.kinds != ("tools",)

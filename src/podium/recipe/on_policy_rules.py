@@ -356,5 +356,9 @@ def _environment(recipe: OnPolicyRecipe) -> Iterator[str]:
     environment = recipe.environment
     if environment is None:
         return
-    if (environment.environment is None) == (not environment.tools):
-        yield "environment: give either `environment` (a custom class) or `tools` (functions), and one of them."
+    if len(environment.kinds) != 1:
+        found = " and ".join(f"`{kind}`" for kind in environment.kinds) or "none"
+        yield (
+            "environment: give exactly one of `environment` (a custom class), `tools` (functions) and `gymnasium`; "
+            f"found {found}."
+        )

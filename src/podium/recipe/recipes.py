@@ -351,8 +351,8 @@ class OnPolicyRecipe(Recipe):
 
     @property
     def needs_prompts(self) -> bool:
-        """Whether every row needs a prompt. A custom environment may begin an episode by itself."""
-        return self.environment is None or self.environment.environment is None
+        """Whether every row needs a prompt. An environment may begin an episode by itself."""
+        return self.environment is None or not self.environment.is_self_contained
 
     @property
     def columns(self) -> frozenset[str]:

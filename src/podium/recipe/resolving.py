@@ -43,6 +43,9 @@ _PLUGINS = (
     "preference.loss",
     "environment.environment",
     "environment.tools.*",
+    "environment.gymnasium.id",
+    "environment.gymnasium.render",
+    "environment.gymnasium.parse",
     "run.loggers.*",
 )
 # For an on-policy program whose model does not state its context.

@@ -39,7 +39,7 @@ def solving_of(
         names = [reward.metric_name for reward in rewards]
         named = names.index(grading.solved_by) if grading.solved_by != TOTAL else None
         return Solving(reward=named, at=at)
-    if environment is not None and environment.environment is not None:  # it rewards episodes itself
+    if environment is not None and environment.is_self_contained:  # it rewards episodes itself
         return Solving(reward=None, at=at, is_clear=not rewards)
     counted = [index for index, reward in enumerate(rewards) if reward.weight != 0]
     correct = [index for index in counted if _is_correctness(rewards[index])]

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sections of environments that were written for other packages."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+from pydantic.json_schema import JsonSchemaValue
+
+from podium.recipe.fields import OneOrMore, Real, Section, Shorthand, Text
+from podium.recipe.plugins import Plugin
+
+
+@dataclass(frozen=True)
+class NamedAlone(Shorthand):
+    """A section whose one required key may stand alone: `gymnasium: NAME` for `gymnasium: {id: NAME}`."""
+
+    key: str
+
+    def in_full(self, value: Any) -> Any:
+        """A section of this key, for a text."""
+        return {self.key: value} if isinstance(value, str) else value
+
+    def short_schema(self, schema: JsonSchemaValue) -> JsonSchemaValue:
+        """A text."""
+        return {"type": "string", "minLength": 1}
+
+
+def _environment_id(text: str) -> str:
+    return Plugin(os.path.expanduser(text)) if Plugin.has_shape(text) else text
+
+
+EnvironmentId = Annotated[Text, AfterValidator(_environment_id)]
+
+
+class GymnasiumSection(Section):
+    """An environment with Gymnasium's interface. A text alone is its `id`."""
+
+    id: EnvironmentId = Field(
+        description="Id of a registered environment (`Name-v0`, `module:Name-v0`), or `file.py:Class`."
+    )
+    render: Plugin | None = Field(
+        None,
+        description="`file.py:function(observation, info)`, which gives the text of an observation. Default: a text as "
+        "it is, a number, or the lines of a Dict.",
+    )
+    parse: Plugin | None = Field(
+        None,
+        description="`file.py:function(text)`, which gives the action of an answer, or raises a ValueError. Default: "
+        "the text, or the number or name of a Discrete action.",
+    )
+    actions: Annotated[tuple[Text, ...], OneOrMore()] = Field(
+        (), description="Names of the actions of a Discrete space, in order."
+    )
+    illegal_reward: Real = Field(0.0, description="Reward of a turn without a legal action.")
+    seed: Text | None = Field(
+        None,
+        description="Column with the seed of an episode. Default: `seed` where rows have it, else a number from the "
+        "row's content.",
+    )
+    reset_options: Text | None = Field(None, description="Column whose mapping `reset` gets as options.")
+
+
+AnyGymnasium = Annotated[GymnasiumSection, NamedAlone("id")]
