@@ -203,11 +203,12 @@ ENVIRONMENTS_INSTALLED := $(ENVIRONMENTS_VENV)/.installed
 
 .PHONY: install-environments test-environments
 
-install-environments: $(ENVIRONMENTS_INSTALLED)  ## an environment of its own, with Gymnasium
+install-environments: $(ENVIRONMENTS_INSTALLED)  ## an environment of its own, with Gymnasium and OpenEnv
 
 $(ENVIRONMENTS_INSTALLED): tests/field_environments/requirements.txt constraints.txt
 	$(PYTHON) -m venv $(ENVIRONMENTS_VENV)
 	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/field_environments/requirements.txt
+	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps openenv-core==0.3.0
 	$(ENVIRONMENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 

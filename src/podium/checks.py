@@ -120,6 +120,8 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
             yield partial(_check_environment, recipe.environment)
             if recipe.environment.gymnasium is not None:
                 yield partial(require_package, "gymnasium", "gymnasium", "environment.gymnasium")
+            if recipe.environment.openenv is not None:
+                yield partial(require_package, "openenv", "openenv", "environment.openenv")
     if isinstance(recipe, CustomSpmdRecipe | CustomOnPolicyRecipe):
         yield lambda: _check_kind(recipe)
     for index, name in enumerate(recipe.run.loggers):
@@ -176,9 +178,10 @@ def _check_environment(section: EnvironmentSection) -> None:
         return
     definition = None
     made = section.environment if section.gymnasium is None else section.gymnasium.id
-    if isinstance(made, plugins.Plugin):
-        with suppress(RecipeError):
-            definition = definition_of(made, key)
+    if not isinstance(made, plugins.Plugin):
+        return
+    with suppress(RecipeError):
+        definition = definition_of(made, key)
     if definition is not None:
         require_options(f"{definition.place}: {made.name}", definition.signature, section.options, key)
 
@@ -257,6 +260,9 @@ def _on_policy_plugins(recipe: OnPolicyRecipe) -> Iterator[tuple[str, object]]:
         if (gymnasium := recipe.environment.gymnasium) is not None:
             for key in ("id", "render", "parse"):
                 yield f"environment.gymnasium.{key}", getattr(gymnasium, key)
+        if (openenv := recipe.environment.openenv) is not None:
+            for key in ("client", "action", "render"):
+                yield f"environment.openenv.{key}", getattr(openenv, key)
         for index, tool in enumerate(recipe.environment.tools):
             yield f"environment.tools.{index}", tool
 

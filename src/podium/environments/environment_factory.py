@@ -8,6 +8,7 @@ from typing import Any
 
 from podium.environments.episode import MakeEnvironment
 from podium.environments.gymnasium_episodes import GymnasiumEnvironment, GymnasiumSpec
+from podium.environments.openenv_episodes import OpenEnvEnvironment, OpenEnvSpec
 from podium.environments.protocol import SingleTurn
 from podium.environments.signatures import require_options_of
 from podium.environments.tools import ToolEnvironment, load_tools
@@ -23,6 +24,8 @@ def environment_maker(section: EnvironmentSection | None, key: str = "environmen
         return SingleTurn
     if section.gymnasium is not None:
         return partial(GymnasiumEnvironment, GymnasiumSpec.of(section.gymnasium, section.options, key))
+    if section.openenv is not None:
+        return partial(OpenEnvEnvironment, OpenEnvSpec.of(section, section.openenv, key))
     if section.environment is None:
         tools = load_tools(section.tools, f"{key}.tools")
         options = {"timeout_s": section.timeout_s, **section.options}

@@ -11,6 +11,10 @@ from podium.environments.protocol import Observation
 from podium.errors import MissingExtraError
 
 
+class IllegalActionError(Exception):
+    """An answer without a legal action. The text is for the model."""
+
+
 def require_package(module: str, extra: str, key: str) -> None:
     """Raises an error that names the extra if a package is not installed. Imports nothing."""
     try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from podium.data.tasks import Task
-from podium.environments.field_packages import beginning, require_package
+from podium.environments.field_packages import IllegalActionError, beginning, require_package
 from podium.environments.protocol import Outcome, Turn
 from podium.environments.signatures import require_options_of
 from podium.errors import PodiumError, RecipeError, type_phrase, what_raised
@@ -18,10 +18,6 @@ from podium.recipe import plugins
 from podium.recipe.field_environments import GymnasiumSection
 
 _MOST_SYMBOLS = 80  # of a Text space, in a message to the model
-
-
-class IllegalActionError(Exception):
-    """An answer without a legal action. The text is for the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

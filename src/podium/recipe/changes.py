@@ -44,6 +44,8 @@ _HARMLESS = (
     "environment.hidden_tools",
     "environment.concurrency",
     "environment.memory_gib",
+    "environment.openenv.base_url",  # where the server runs
+    "environment.openenv.connect_timeout_s",
     "rollout.record",
 )
 # What generates is harmless where only evaluation does; else its sizes are, and what is sampled is not.
@@ -60,7 +62,7 @@ _TRAINING_DATA = re.compile(r"^data\.train\.\d+\.(path|format|split|columns|map)
 
 
 _CODE = re.compile(
-    r"^(reward\.\d+\.function|environment\.environment|environment\.tools\.\d+|environment\.gymnasium\.\w+)$"
+    r"^(reward\.\d+\.function|environment\.environment|environment\.tools\.\d+|environment\.(gymnasium|openenv)\.\w+)$"
 )
 
 
@@ -76,6 +78,7 @@ _OFF = {
     "rollout.fp8": False,
     "model.control_tokens_in_content": "text",
     "environment.gymnasium": None,
+    "environment.openenv": None,
 }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 from pydantic.json_schema import JsonSchemaValue
@@ -65,3 +66,52 @@ class GymnasiumSection(Section):
 
 
 AnyGymnasium = Annotated[GymnasiumSection, NamedAlone("id")]
+
+
+def _server_url(text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
+        raise ValueError("expected the address of a server, as http://127.0.0.1:8000")
+    return text.rstrip("/")
+
+
+class OpenEnvSection(Section):
+    """An environment of an OpenEnv server. An address alone is its `base_url`."""
+
+    base_url: Annotated[Text, AfterValidator(_server_url)] = Field(
+        description="Address of the server, as `http://127.0.0.1:8000`."
+    )
+    client: Plugin | None = Field(
+        None,
+        description="The environment's client, a subclass of EnvClient. Default: GenericEnvClient, with plain values.",
+    )
+    action: Plugin | None = Field(
+        None,
+        description="Class of actions, or a function of the turn that gives an action or raises a ValueError. Default: "
+        "plain values.",
+    )
+    answer: Literal["text", "json", "tool_call"] = Field(
+        "text",
+        description="What becomes an action: the answer's text as `field`, a JSON object, or a tool call with the "
+        "class's fields as arguments.",
+    )
+    field: Text | None = Field(
+        None, description="With `answer: text`, the action's field. Default: the class's only required field."
+    )
+    tool: Text = Field("step", description="With `answer: tool_call`, the name of the tool that the model is shown.")
+    render: Plugin | None = Field(
+        None,
+        description="`file.py:function(observation)`, which gives its text. Default: the only field's value, or all "
+        "fields as JSON.",
+    )
+    reset: Annotated[tuple[Text, ...], OneOrMore()] = Field(
+        ("seed",), description="Columns that `reset` gets as keyword arguments, where a row has them."
+    )
+    illegal_reward: Real = Field(0.0, description="Reward of a turn without a legal action.")
+    state_metrics: Annotated[tuple[Text, ...], OneOrMore()] = Field(
+        (), description="Numbers of the server's state that become metrics when it ends an episode."
+    )
+    connect_timeout_s: Real = Field(10.0, gt=0, description="How long to wait for a server that does not listen.")
+
+
+AnyOpenEnv = Annotated[OpenEnvSection, NamedAlone("base_url")]

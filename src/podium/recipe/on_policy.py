@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Discriminator, Field, Tag
 from pydantic.json_schema import JsonSchemaValue
 
-from podium.recipe.field_environments import AnyGymnasium
+from podium.recipe.field_environments import AnyGymnasium, AnyOpenEnv
 from podium.recipe.fields import (
     Count,
     NonNegative,
@@ -240,11 +240,14 @@ Teachers = Annotated[tuple[TeacherSection, ...], OneOrMore()]
 
 class EnvironmentSection(Section):
     """Episodes of several turns: a custom environment, tools that the model may call, or an environment of another
-    package. Exactly one of `environment`, `tools` and `gymnasium`."""
+    package. Exactly one of `environment`, `tools`, `gymnasium` and `openenv`."""
 
     environment: Plugin | None = Field(None, description="`file.py:Class` with async reset and step.")
     gymnasium: AnyGymnasium | None = Field(
         None, description="An environment with Gymnasium's interface; needs the extra of that name."
+    )
+    openenv: AnyOpenEnv | None = Field(
+        None, description="An environment of an OpenEnv server; needs the extra of that name."
     )
     tools: Annotated[tuple[Plugin, ...], OneOrMore()] = Field(
         (), description="Python functions that the model may call."
@@ -272,10 +275,17 @@ class EnvironmentSection(Section):
     @property
     def kinds(self) -> tuple[str, ...]:
         """The keys that say which environment it is; a valid recipe has one."""
-        keys = ("environment", "tools", "gymnasium")
+        keys = ("environment", "tools", "gymnasium", "openenv")
         return tuple(key for key in keys if getattr(self, key))
 
     @property
     def is_self_contained(self) -> bool:
         """Whether the environment may begin episodes and reward them by itself: any but tools."""
         return self.kinds != ("tools",)
+
+    @property
+    def reply_role(self) -> str:
+        """The role of the environment's messages."""
+        if self.tools:
+            return str(self.options.get("role", "tool"))
+        return "tool" if self.openenv is not None and self.openenv.answer == "tool_call" else "user"

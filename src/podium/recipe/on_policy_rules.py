@@ -359,6 +359,12 @@ def _environment(recipe: OnPolicyRecipe) -> Iterator[str]:
     if len(environment.kinds) != 1:
         found = " and ".join(f"`{kind}`" for kind in environment.kinds) or "none"
         yield (
-            "environment: give exactly one of `environment` (a custom class), `tools` (functions) and `gymnasium`; "
-            f"found {found}."
+            "environment: give exactly one of `environment` (a custom class), `tools` (functions), `gymnasium` and "
+            f"`openenv`; found {found}."
         )
+    openenv = environment.openenv
+    if openenv is not None and openenv.action is None:
+        if openenv.answer == "text" and openenv.field is None:
+            yield "environment.openenv.field: name the action's field that an answer fills, or give `action`."
+        if openenv.answer == "tool_call":
+            yield "environment.openenv.action: name the class of actions, whose fields the tool call has."

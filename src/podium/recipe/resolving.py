@@ -46,6 +46,9 @@ _PLUGINS = (
     "environment.gymnasium.id",
     "environment.gymnasium.render",
     "environment.gymnasium.parse",
+    "environment.openenv.client",
+    "environment.openenv.action",
+    "environment.openenv.render",
     "run.loggers.*",
 )
 # For an on-policy program whose model does not state its context.

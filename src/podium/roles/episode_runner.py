@@ -162,9 +162,8 @@ class EpisodeRunner(EpisodeSource):
             return
         section = self._spec.environment
         tools = self._host.tool_schemas if section.tools else None
-        role = str(section.options.get("role", "tool")) if section.tools else "user"
         tokenizer = load_tokenizer(self._spec.model)
-        check_template(tokenizer, role=role, tools=tools)
+        check_template(tokenizer, role=section.reply_role, tools=tools)
         if tools and not section.hidden_tools:
             messages = next(prompt.task.messages for prompt in shard.prompts if prompt.task.messages is not None)
             check_tools_shown(tokenizer, messages, tools)

@@ -95,3 +95,23 @@ def test_check_looks_at_files_and_options_without_the_package(tmp_path: Path, mo
     assert len(problems(bad, "environment")) == 3
     assert any("Did you mean size?" in text for text in problems(bad, "environment.options.sise"))
     assert any("no function or class 'show'" in text for text in problems(bad, "environment.gymnasium.render"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ("localhost:8000", "expected the address of a server"),
+        ("http://localhost:8000", r"environment\.openenv\.field: name the action's field"),
+        ({"base_url": "http://localhost:8000", "answer": "tool_call"}, r"environment\.openenv\.action: name"),
+    ],
+)
+def test_an_openenv_server_has_an_address_and_its_actions_a_form(keys: Any, why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        recipe(openenv=keys)
+
+
+def test_where_an_openenv_server_runs_does_not_change_a_run() -> None:
+    first, second = (recipe(openenv={"base_url": f"http://{host}:8000", "field": "x"}) for host in ("a", "b"))
+    (change,) = changes(first, second)
+    assert (change.key, change.breaks) == ("environment.openenv.base_url", None)
+    assert not first.needs_prompts
