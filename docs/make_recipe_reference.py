@@ -35,6 +35,7 @@ GUIDES: Mapping[str, tuple[str, str]] = {
     "grading": ("rewards", "rewards.md#when-a-reward-fails"),
     "algorithm": ("methods", "methods.md"),
     "environment": ("environments", "environments.md"),
+    "sandbox": ("sandbox", "sandbox.md"),
     "critic": ("methods", "methods.md"),
     "teachers": ("distillation", "distillation.md#teachers"),
     "preference": ("preferences", "preferences.md"),

@@ -28,6 +28,7 @@ from podium.data.tokenizer import listed_tokens, marked_text
 from podium.environments.field_packages import require_package
 from podium.environments.reward_columns import require_reward_columns
 from podium.environments.rewards import check_rewards, declared_reward
+from podium.environments.sandbox.pool import require_section
 from podium.environments.signatures import require_options
 from podium.errors import PodiumError, RecipeError, counted
 from podium.mesh_checks import check_generator_mesh, check_mesh
@@ -113,6 +114,8 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
             yield lambda key=key, path=source.map: plugins.locate(path, f"{key}.map")  # type: ignore[misc]
     if isinstance(recipe, OnPolicyRecipe):
         yield lambda: check_rewards(recipe.reward)
+        if recipe.runs_programs:
+            yield lambda: require_section(recipe.sandbox_section)
         for index, reward in enumerate(recipe.reward):
             if isinstance(reward, FunctionReward):
                 yield partial(_check_function, reward, f"reward.{index}")

@@ -132,6 +132,10 @@ class RewardError(PodiumError):
     """Rewards could not be computed for too many episodes: says what went wrong in the first of them."""
 
 
+class SandboxError(PodiumError):
+    """Programs cannot be run in a sandbox here."""
+
+
 class RolloutError(PodiumError):
     """A rollout engine cannot do what was asked of it: says in which state it is and what to do."""
 

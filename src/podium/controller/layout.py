@@ -154,6 +154,7 @@ def _helper_roles(
         runner = RunnerSpec(
             model=recipe.model, environment=recipe.environment, generator=GENERATOR, lent=lent,
             max_length=longest_sequence(recipe), deadline_s=recipe.placement.timeout_s + HANG_SLACK_S,
+            sandbox=recipe.sandbox,
         )  # fmt: skip
         roles.append(
             RoleSpec(

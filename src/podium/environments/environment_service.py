@@ -11,9 +11,10 @@ from podium.data.tasks import Task
 from podium.environments.activity import MARK, Activity, Mark
 from podium.environments.environment_factory import environment_maker
 from podium.environments.protocol import OVERDUE, Observation, Outcome, Turn, call_within
+from podium.environments.sandbox.pool import use_recipe_sandbox
 from podium.environments.tools import all_tools, load_tools
 from podium.errors import defined_at, exception_text, type_phrase
-from podium.recipe.on_policy import EnvironmentSection
+from podium.recipe.on_policy import EnvironmentSection, SandboxSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ class EnvironmentResponse:
 class EnvironmentService:
     """Environments by place. A place has one episode at a time; its slot in the activity file has the same number."""
 
-    def __init__(self, activity: Activity, section: EnvironmentSection) -> None:
+    def __init__(self, activity: Activity, section: EnvironmentSection, sandbox: SandboxSection | None = None) -> None:
+        use_recipe_sandbox(sandbox or SandboxSection())
         self._activity, self._section = activity, section
         self._make = environment_maker(section)
         self._environments: dict[int, Any] = {}

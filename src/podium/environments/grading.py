@@ -195,7 +195,7 @@ class EpisodeGrader:
             while not work.is_done:
                 if num_hanging >= self._most_hanging:
                     return work.fail_rest(self._gave_up(num_hanging))
-                lane = AsyncLane() if is_apart else self._shared_lane(at)
+                lane = AsyncLane(self._rewards[at].most_at_once) if is_apart else self._shared_lane(at)
                 timeout_s = self._rewards[at].timeout_s or self._timeout_s
                 abandoned = await lane.run(work, timeout_s, self._too_slow(timeout_s))
                 if abandoned is None:
@@ -215,7 +215,7 @@ class EpisodeGrader:
 
     def _shared_lane(self, at: int) -> AsyncLane:
         if at not in self._loops:
-            self._loops[at] = AsyncLane()
+            self._loops[at] = AsyncLane(self._rewards[at].most_at_once)
         return self._loops[at]
 
     def _abandon(self, at: int, lane: AsyncLane) -> None:

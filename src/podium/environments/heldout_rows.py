@@ -41,6 +41,9 @@ def require_scorable(
 def _columns_read(reward: RewardSection, key: str) -> Iterator[tuple[str, str]]:
     """(name of the reward, column) for each column that the reward cannot do without, as far as its file tells."""
     match reward:
+        case VerifierReward(verifier="code"):  # it reads the reference where the row has no tests
+            if isinstance(column := reward.options.get("tests"), str):
+                yield reward.verifier, column
         case VerifierReward():
             yield reward.verifier, REFERENCE
         case JudgeReward() if reward.judge.compare == "reference":

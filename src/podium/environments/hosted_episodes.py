@@ -18,7 +18,7 @@ from podium.environments.environment_service import Begin, End, EnvironmentRespo
 from podium.environments.output_cap import OutputCap
 from podium.environments.protocol import BoundedEnvironment, CallFailedError, EpisodeLostError, Turn
 from podium.environments.user_process import MemoryLimit, ProcessLostError, UserProcess
-from podium.recipe.on_policy import EnvironmentSection
+from podium.recipe.on_policy import EnvironmentSection, SandboxSection
 
 # Episodes in one process by number of losses, and the most such processes at a time.
 _RETRY_EPISODES = (16, 1)
@@ -55,9 +55,11 @@ class _EpisodeSlot:
 class EnvironmentHost:
     """The environment processes of one episode runner. For one event loop; `open` first, and `close` in the end."""
 
-    def __init__(self, section: EnvironmentSection, *, output: OutputCap) -> None:
-        """Starts the first process without waiting for it."""
-        self._section, self._output = section, output
+    def __init__(
+        self, section: EnvironmentSection, *, output: OutputCap, sandbox: SandboxSection | None = None
+    ) -> None:
+        """Starts the first process without waiting for it. `sandbox`: the recipe's, for environments that use it."""
+        self._section, self._output, self._sandbox = section, output, sandbox
         self._num_places = (section.concurrency, *_RETRY_EPISODES)
         self._processes: tuple[list[_Process], ...] = ([self._spawned(0)], [], [])
         self._room: Sequence[asyncio.Semaphore | None] = ()
@@ -150,7 +152,8 @@ class EnvironmentHost:
     def _spawned(self, losses: int) -> _Process:
         num_places = self._num_places[losses]
         process = UserProcess(
-            EnvironmentService, (self._section,), num_slots=num_places, limit_s=self._section.timeout_s,
+            EnvironmentService, (self._section, self._sandbox), num_slots=num_places,
+            limit_s=self._section.timeout_s,
             memory=MemoryLimit("environment.memory_gib", self._section.memory_gib), output=self._output,
         )  # fmt: skip
         return _Process(process, num_places)

@@ -20,8 +20,6 @@ from podium.environments.activity import Mark
 from podium.environments.rewards import Reward, RewardResult, Sample
 from podium.errors import PodiumError, what_raised
 
-# Asynchronous calls of one reward in flight, over all batches: enough for a remote judge without overloading it.
-_MOST_AT_ONCE = 256
 _CLOSING_S = 2.0
 
 
@@ -179,7 +177,9 @@ class AsyncLane:
 
     `run`, `stop` and `close` belong to the thread that grades, the other methods to the loop's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_at_once: int) -> None:
+        """`most_at_once`: calls in flight, over all batches."""
+        self._most_at_once = most_at_once
         self._loop = asyncio.new_event_loop()
         self._overdue: list[asyncio.Task[list[RewardResult]]] = []
         self._batches: list[_OpenCalls] = []
@@ -248,7 +248,7 @@ class AsyncLane:
         self._fill()
 
     def _fill(self) -> None:
-        while self._waiting and self._num_open < _MOST_AT_ONCE:
+        while self._waiting and self._num_open < self._most_at_once:
             if self._waiting[0].begin_next():
                 self._num_open += 1
             else:

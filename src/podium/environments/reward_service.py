@@ -13,8 +13,10 @@ from typing import Any
 from podium.environments.activity import Activity, Mark
 from podium.environments.grading import CallId, EpisodeGrader, FunctionLocks, Grade, Observer
 from podium.environments.rewards import JudgingPlace, RewardResult, Sample, build_rewards
+from podium.environments.sandbox.pool import use_recipe_sandbox
 from podium.environments.signatures import Per
 from podium.recipe import RewardSection
+from podium.recipe.on_policy import SandboxSection
 
 _TELL_EVERY_S = 0.05
 _SENT_S = 5.0
@@ -29,6 +31,7 @@ class RewardSpec:
     also_scored: bool
     memory_gib: float | None = None  # of one process and all that it starts; None: no limit
     judging: JudgingPlace = field(default_factory=JudgingPlace)
+    sandbox: SandboxSection = field(default_factory=SandboxSection)
 
     @property
     def num_slots(self) -> int:
@@ -88,8 +91,9 @@ class RewardService:
 
     def __init__(self, activity: Activity, spec: RewardSpec) -> None:
         self._activity, self._spec = activity, spec
+        use_recipe_sandbox(spec.sandbox)
         self._rewards = {
-            purpose: build_rewards(sections, key, judging=spec.judging)
+            purpose: build_rewards(sections, key, judging=spec.judging, timeout_s=spec.timeout_s)
             for purpose, (sections, key) in spec.sections.items()
         }
         locks = FunctionLocks()  # a function may both be a reward and score held-out answers

@@ -18,6 +18,7 @@ from podium.environments.judge_endpoint import read_key
 from podium.environments.judges import GroupReward, Judge, ReferenceReward, ScoreReward
 from podium.environments.protocol import is_async
 from podium.environments.reward_results import RewardResult
+from podium.environments.sandbox.pool import recipe_sandbox
 from podium.environments.signatures import (
     Per,
     Sample,
@@ -44,6 +45,8 @@ __all__ = [
 ]
 
 _MAX_REPR = 60
+_MOST_AT_ONCE = 256
+_OF_CODE = Signature(style="podium", per="sample", names=("answer", "reference", "row"))
 _OF_VERIFIERS = Signature(style="podium", per="sample", names=("answer", "reference"))
 _OF_SAMPLES = Signature(style="podium", per="sample", names=("sample",))
 _OF_GROUPS = Signature(style="podium", per="group", names=("samples",))
@@ -72,6 +75,7 @@ class Reward:
     options: Mapping[str, Any] = field(default_factory=dict)
     is_async: bool = False
     timeout_s: float | None = None  # of one call; None: grading.timeout_s
+    most_at_once: int = _MOST_AT_ONCE  # asynchronous calls in flight: enough for a remote judge without overloading it
 
     @property
     def per(self) -> Per:
@@ -137,13 +141,18 @@ class Reward:
 
 
 def build_rewards(
-    sections: Sequence[RewardSection], key: str = "reward", *, judging: JudgingPlace | None = None
+    sections: Sequence[RewardSection],
+    key: str = "reward",
+    *,
+    judging: JudgingPlace | None = None,
+    timeout_s: float | None = None,
 ) -> tuple[Reward, ...]:
     """The rewards that are functions, verifiers and judges, with plug-ins loaded, options checked and keys read. Reward
-    models are scored elsewhere: they are left out, and the others keep their index."""
+    models are scored elsewhere: they are left out, and the others keep their index. `timeout_s`: longest time of one
+    call."""
     names = reward_names(sections, key)
     return tuple(
-        _built(section, index, names[index], f"{key}.{index}", judging or JudgingPlace())
+        _built(section, index, names[index], f"{key}.{index}", judging or JudgingPlace(), timeout_s)
         for index, section in enumerate(sections)
         if not isinstance(section, ModelReward)
     )
@@ -198,10 +207,17 @@ def reward_names(sections: Sequence[RewardSection], key: str = "reward") -> tupl
     return tuple(names)
 
 
-def _built(section: RewardSection, index: int, name: str, key: str, judging: JudgingPlace) -> Reward:
+def _built(
+    section: RewardSection, index: int, name: str, key: str, judging: JudgingPlace, timeout_s: float | None
+) -> Reward:
     match section:
         case VerifierReward():
-            verifier = load_verifier(section.verifier, section.options, key)
+            verifier = load_verifier(section.verifier, section.options, key, timeout_s=timeout_s)
+            if section.verifier == "code":
+                return Reward(
+                    index=index, name=name, weight=section.weight, function=verifier, signature=_OF_CODE, is_async=True,
+                    most_at_once=recipe_sandbox().workers,
+                )  # fmt: skip
             return Reward(index=index, name=name, weight=section.weight, function=verifier, signature=_OF_VERIFIERS)
         case FunctionReward():
             return _built_function(section, index, name, key)

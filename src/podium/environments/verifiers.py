@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from podium.environments.code_tests import Compare, Score, code
 from podium.environments.numerals import final_number
+from podium.environments.sandbox.pool import Language, recipe_sandbox
 from podium.errors import DataError, MissingExtraError, RecipeError
 from podium.importing import import_all
 from podium.recipe.fields import Count, NonNegative, Real, Section, Switch
@@ -22,9 +24,12 @@ from podium.recipe.on_policy import VerifierName
 if TYPE_CHECKING:
     from podium.environments.schemas import Schema
 
-Verifier = Callable[[str, str | None], float]
+Verifier = Callable[..., Any]
+"""Takes answer and reference, and gives a number. `code` is asynchronous, takes the row too, and gives a dict."""
 
 _MATH_DELIMITERS = ("$", r"\boxed", r"\(", r"\[")
+# A call of `code` ends by itself before its deadline: an answer that hangs is wrong, and no failure of the reward.
+_SHARE_OF_TIMEOUT = 0.8
 _FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
@@ -132,14 +137,27 @@ def bind_verifier(name: VerifierName, options: Mapping[str, Any], key: str) -> V
     return partial(function, **checked.model_dump(by_alias=True))
 
 
-def load_verifier(name: VerifierName, options: Mapping[str, Any], key: str) -> Verifier:
+def load_verifier(
+    name: VerifierName, options: Mapping[str, Any], key: str, *, timeout_s: float | None = None
+) -> Verifier:
     """Like `bind_verifier`, and imports the verifier's dependencies, so that imports do not count in the first call's
-    timeout."""
+    timeout. `timeout_s`: longest time of one call, which a verifier that runs programs keeps within."""
     verifier = bind_verifier(name, options, key)
+    if name == "code":
+        recipe_sandbox().require()
+        return partial(verifier, most_s=None if timeout_s is None else _SHARE_OF_TIMEOUT * timeout_s)
     if name == "math_verify":
         import_all(["math_verify"])
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
     return verifier
+
+
+class _Code(Section):
+    tests: str | None = None
+    setup: str | None = None
+    score: Score = "all"
+    compare: Compare = "lines"
+    language: Language = "python"
 
 
 class _ExactMatch(Section):
@@ -209,13 +227,14 @@ class _Length(Section):
         return self
 
 
-_VERIFIERS: dict[VerifierName, tuple[Callable[..., float], type[Section]]] = {
+_VERIFIERS: dict[VerifierName, tuple[Callable[..., Any], type[Section]]] = {
     "exact_match": (exact_match, _ExactMatch),
     "numeric": (numeric, _Numeric),
     "regex": (regex, _Regex),
     "json_schema": (json_schema, _JsonSchema),
     "math_verify": (math_verify, _MathVerify),
     "length": (length, _Length),
+    "code": (code, _Code),
 }
 
 

@@ -40,6 +40,7 @@ _HARMLESS = (
     "grading.timeout_s",
     "grading.memory_gib",
     "grading.max_failed_share",
+    "sandbox.workers",
     "environment.runners",
     "environment.hidden_tools",
     "environment.concurrency",

@@ -26,7 +26,7 @@ from podium.recipe.judges import JudgeSection
 from podium.recipe.plugins import PLUGIN_SCHEMA, Plugin
 from podium.recipe.schema import EngineSection
 
-VerifierName = Literal["exact_match", "numeric", "regex", "json_schema", "math_verify", "length"]
+VerifierName = Literal["exact_match", "numeric", "regex", "json_schema", "math_verify", "length", "code"]
 
 
 class RolloutSection(EngineSection):
@@ -211,8 +211,8 @@ class GradingSection(Section):
     solved_by: Text | None = Field(
         None,
         description="Name of the reward that says whether an episode is solved (unweighted), or `total`, the weighted "
-        "sum. Default: the only reward with a weight, or the only one of several that is exact_match, numeric or "
-        "math_verify, or the total. expert_iteration: the total.",
+        "sum. Default: the only reward with a weight, or the only one of several that is exact_match, numeric, "
+        "math_verify or code, or the total. expert_iteration: the total.",
     )
 
 
@@ -289,3 +289,30 @@ class EnvironmentSection(Section):
         if self.tools:
             return str(self.options.get("role", "tool"))
         return "tool" if self.openenv is not None and self.openenv.answer == "tool_call" else "user"
+
+
+class SandboxSection(Section):
+    """How programs that a model has written are run: by the verifier `code`, and by rewards and tools that use
+    `podium.environments.sandbox`."""
+
+    wall_s: Real = Field(10.0, gt=0, allow_inf_nan=False, description="Longest time of one program.")
+    cpu_s: Count = Field(10, description="Most processor time of each process of a program, in seconds.")
+    memory_mib: Count = Field(512, description="Most memory of a program, all its processes together.")
+    processes: Count = Field(32, description="Most processes and threads of a program.")
+    output_kib: Count = Field(1024, description="Most output of a program; one that writes more is ended.")
+    tmp_mib: Count = Field(64, description="Size of /tmp and of /dev/shm, and of the largest file.")
+    workers: Count | None = Field(
+        None, description="Programs at the same time, in each process that grades or runs tools. Default: one for each "
+        "core, 16 at most.",
+    )  # fmt: skip
+    python: Text | None = Field(
+        None, description="Interpreter of the programs, with its packages. Default: the one that runs Podium, with the "
+        "standard library alone.",
+    )  # fmt: skip
+    paths: Annotated[tuple[str, ...], OneOrMore()] = Field(
+        (), description="Further files and folders that programs may read, by their absolute paths."
+    )
+    allow_unsafe: Switch = Field(
+        False, description="Where programs cannot be isolated, run them with limits only: they can then read your "
+        "files and use the network.",
+    )  # fmt: skip

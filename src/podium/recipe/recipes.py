@@ -36,8 +36,10 @@ from podium.recipe.on_policy import (
     ModelReward,
     Rewards,
     RolloutSection,
+    SandboxSection,
     Teachers,
     TeacherSection,
+    VerifierReward,
 )
 from podium.recipe.on_policy_rules import on_policy_rules
 from podium.recipe.plugins import Plugin
@@ -332,6 +334,21 @@ class OnPolicyRecipe(Recipe):
     grading: GradingSection = GradingSection()
     algorithm: UpdateSection = UpdateSection()
     environment: EnvironmentSection | None = Field(None, description="Episodes of several turns.")
+    sandbox: SandboxSection | None = Field(
+        None, description="How programs that a model has written are run. Rewards and tools that run some need it; the "
+        "verifier `code` also works with the defaults.",
+    )  # fmt: skip
+
+    @property
+    def sandbox_section(self) -> SandboxSection:
+        """The recipe's `sandbox`, or its defaults."""
+        return self.sandbox or SandboxSection()
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether the recipe says that it runs programs which a model has written."""
+        verifiers = [reward.verifier for reward in self.reward if isinstance(reward, VerifierReward)]
+        return self.sandbox is not None or "code" in verifiers
 
     @property
     def keeps_generating(self) -> bool:

@@ -17,7 +17,7 @@ from podium.recipe.on_policy import (
 
 TOTAL = "total"
 # Verifiers that compare an answer with the reference: 1 is right, 0 is wrong.
-_CORRECTNESS = ("exact_match", "numeric", "math_verify")
+_CORRECTNESS = ("exact_match", "numeric", "math_verify", "code")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

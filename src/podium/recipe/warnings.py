@@ -22,6 +22,11 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
             f"algorithm.correction: there is none, so tokens of weights that are up to {recipe.rollout.staleness} "
             "versions old count as if the newest had sampled them. Learning may suffer. Set it to auto."
         )
+    if isinstance(recipe, OnPolicyRecipe) and recipe.sandbox_section.allow_unsafe:
+        warnings.append(
+            "sandbox.allow_unsafe: where programs cannot be isolated, those that the model writes run with limits "
+            "only: they can read your files and use the network."
+        )
     if isinstance(recipe, OnPolicyRecipe):
         warnings.extend(_vanishing_weights(recipe))
     return warnings

@@ -35,6 +35,7 @@ from podium.errors import RolloutError
 from podium.models.folder import local_folder
 from podium.progress import mark_progress
 from podium.recipe import EnvironmentSection, ModelSection
+from podium.recipe.on_policy import SandboxSection
 from podium.roles.carriers import FINISHES, EpisodeNote, PromptShard, SamplingPlan, TurnRewards
 from podium.roles.episode_states import EpisodeStates
 from podium.roles.interfaces import EpisodeSource, Generator
@@ -59,6 +60,7 @@ class RunnerSpec:
     lent: str | None = None  # the role of generators on the learner's devices
     max_length: int
     deadline_s: float = 600.0  # of one call to a generator
+    sandbox: SandboxSection | None = None
 
 
 class EpisodeRunner(EpisodeSource):
@@ -70,7 +72,9 @@ class EpisodeRunner(EpisodeSource):
         transformers.logging.set_verbosity_error()
         self._context, self._spec = context, spec
         self._output = OutputCap(f"the environment of {context.worker}")
-        self._host = EnvironmentHost(spec.environment, output=self._output)  # starts while the tokenizer is read
+        self._host = EnvironmentHost(  # starts while the tokenizer is read
+            spec.environment, output=self._output, sandbox=spec.sandbox
+        )
         weakref.finalize(self, self._host.close)  # a role that is dropped with its worker
         tokenizer = load_tokenizer(spec.model)
         self._tokenizer = TurnTokenizer(

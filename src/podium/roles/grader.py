@@ -36,6 +36,7 @@ from podium.recipe import (
     RewardSection,
     VerifierReward,
 )
+from podium.recipe.on_policy import SandboxSection
 from podium.roles.carriers import Floats, GradeNote, GraderFacts, GradeShard
 from podium.roles.texts import EpisodeText, TextReader
 
@@ -59,6 +60,7 @@ class GraderSpec:
     tools: bool  # whether the environment's turns are tool results
     memory_gib: float | None = None
     judging: JudgingPlace = field(default_factory=JudgingPlace)
+    sandbox: SandboxSection = field(default_factory=SandboxSection)
 
     @classmethod
     def of(cls, recipe: OnPolicyRecipe, run: Path | None = None) -> GraderSpec:
@@ -72,6 +74,7 @@ class GraderSpec:
             tools=recipe.environment is not None and bool(recipe.environment.tools),
             memory_gib=recipe.grading.memory_gib,
             judging=JudgingPlace(processes=recipe.grading.workers, folder=None if run is None else run / "judge_cache"),
+            sandbox=recipe.sandbox_section,
         )
 
 
@@ -120,9 +123,13 @@ class Grader:
         self._output = output = OutputCap(f"the reward of {context.worker}")
         sections = {"train": (spec.rewards, "reward"), "evaluation": (spec.evaluation, "evaluation.generation.score")}
         rewards = RewardSpec(
-            sections=sections, timeout_s=spec.timeout_s, also_scored=spec.also_scored, memory_gib=spec.memory_gib,
+            sections=sections,
+            timeout_s=spec.timeout_s,
+            also_scored=spec.also_scored,
+            memory_gib=spec.memory_gib,
             judging=spec.judging,
-        )  # fmt: skip
+            sandbox=spec.sandbox,
+        )
         self._thread = _GradingThread(lambda: HostedGrader(rewards, output=output))
         self._finalizer = weakref.finalize(self, self._thread.close)  # a role that is dropped with its worker
         try:

@@ -42,7 +42,7 @@ from podium.recipe.warnings import recipe_warnings
 SHARED = {"program", "model", "data", "optimizer", "steps", "epochs", "micro_batch_tokens", "placement"}
 SHARED |= {"checkpoint", "evaluation", "run"}
 FIXED = SHARED | {"tokens_per_step", "rows_per_step"}
-ON_POLICY = SHARED | {"rollout", "reward", "grading", "algorithm", "environment"}
+ON_POLICY = SHARED | {"rollout", "reward", "grading", "algorithm", "environment", "sandbox"}
 SECTIONS: dict[str, set[str]] = {
     "sft": FIXED | {"rollout", "algorithm"},
     "dpo": FIXED | {"rollout", "preference"},
