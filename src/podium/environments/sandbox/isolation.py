@@ -34,8 +34,8 @@ _SYSTEM = ("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/us
 _ROOT_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _OF_ETC = ("/etc/ld.so.cache", "/etc/alternatives")
 _INSTALL = (
-    "Install bubblewrap 0.7 or newer (Debian and Ubuntu: apt-get install bubblewrap; Fedora: dnf install bubblewrap), "
-    "or allow programs without isolation with sandbox.allow_unsafe: true."
+    "Install bubblewrap (tested with 0.8; Debian and Ubuntu: apt-get install bubblewrap; Fedora: dnf install "
+    "bubblewrap), or allow programs without isolation with sandbox.allow_unsafe: true."
 )
 _ALLOW = (
     "The system has to allow user namespaces: see docs/sandbox.md. sandbox.allow_unsafe: true allows programs "
