@@ -15,10 +15,10 @@ import podium
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
     "errors", "disk", "importing", "progress", "recipe", "observe", "algorithms", "data", "environments", "models",
-    "engine", "weights", "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "planning",
-    "dry_run", "ui", "mesh_checks", "checks", "memory_checks",
-    "pipeline_checks", "python_hints", "python_objects", "recipe_arguments", "generating", "execution", "evaluating",
-    "replaying", "drafting", "trying", "api", "commands", "cli", "supervising",
+    "engine", "weights", "rollout", "gateway", "runs", "cluster", "roles", "controller", "spmd", "programs",
+    "planning", "dry_run", "ui", "mesh_checks", "checks", "memory_checks",
+    "pipeline_checks", "python_hints", "python_objects", "recipe_arguments", "generating", "serving", "execution",
+    "evaluating", "replaying", "drafting", "trying", "api", "commands", "cli", "supervising",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
@@ -40,6 +40,8 @@ TORCH_FREE = (
     "python_hints",
     "python_objects",
     "recipe_arguments",
+    "gateway",
+    "serving",
     "generating",
     "execution",
     "evaluating",

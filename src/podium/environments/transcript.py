@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,6 +91,12 @@ class Transcript:
         self._pieces = [_unsampled(prompt)]
         self._experts: Experts | None = None
         self._length = self.num_prompt_tokens
+
+    def fork(self) -> Transcript:
+        """A transcript that begins with all of this one and goes on independently."""
+        other = copy.copy(self)
+        other._pieces = list(self._pieces)
+        return other
 
     @property
     def pieces(self) -> tuple[TranscriptSpan, ...]:

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages to tokens and back, with one tokenizer: prompts, continuations, and the message that an answer is."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from podium.data.documents import Tokens
+from podium.data.kinds import Message
+from podium.data.masks import Tools
+from podium.data.tokenizer import answer_text, special_ids
+from podium.environments.chat_format import ToolCall, ToolFormat
+from podium.environments.transcript import Transcript, TurnTokenizer
+from podium.gateway.recorder import ConversationPrompt, SampledAnswer
+
+# What begins a call in the text of an answer.
+_MARKS: dict[ToolFormat, tuple[str, ...]] = {
+    "hermes": ("<tool_call>",),
+    "fenced": ("```tool_call",),
+    "mistral": ("[TOOL_CALLS]",),
+    "llama3": ("<|python_tag|>", "{"),
+}
+# Nine letters and digits: templates of Mistral refuse other ids.
+_ID_BYTES, _ID_LENGTH = 5, 9
+
+
+class Conversations:
+    """The renderer of a gateway. Not shared between threads: tokenizers are not thread-safe."""
+
+    def __init__(self, tokenizer: Any, tool_format: ToolFormat | None = None) -> None:
+        """`tool_format`: by default that of the chat template; a tokenizer with a response template parses itself."""
+        self.tokenizer = tokenizer
+        self._turns = TurnTokenizer(tokenizer, tool_format, hidden_tools=True)
+        self._responses = tool_format is None and getattr(tokenizer, "response_template", None) is not None
+        ids = sorted(special_ids(tokenizer))
+        self._special = dict(zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True))
+        self._stop_ids = frozenset(ids)
+
+    def begin(self, messages: Sequence[Message], tools: Tools) -> ConversationPrompt:
+        """The prompt of a new conversation, as the chat template renders it."""
+        transcript = Transcript(self._turns, messages, tools)
+        return ConversationPrompt(tokens_T=transcript.tokens_T, state=transcript)
+
+    def extend(
+        self, prompt: ConversationPrompt, answer: SampledAnswer, messages: Sequence[Message]
+    ) -> ConversationPrompt:
+        """The prompt behind an answer: its tokens stay, and the template adds `messages`."""
+        transcript: Transcript = prompt.state.fork()
+        transcript.add_answer(answer.tokens_L, answer.logprobs_L, answer.versions_L, stopped=answer.stopped)
+        transcript.add_reply(transcript.reply(messages))
+        return ConversationPrompt(tokens_T=transcript.tokens_T, state=transcript)
+
+    def text_tokens(self, text: str) -> Tokens:
+        """Tokens of raw text, with the tokenizer's begin token."""
+        return self._turns.text_prompt(text)
+
+    def text(self, tokens: Sequence[int], *, stop: int | str | None = None) -> str:
+        """Text of an answer: without special tokens, and without the stop string that ended it."""
+        text = answer_text(self.tokenizer, list(tokens))
+        return text.partition(stop)[0] if isinstance(stop, str) else text
+
+    def token_text(self, token: int) -> str:
+        """One token as text, special ones too."""
+        return str(self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def message(self, prompt_T: Tokens, answer: SampledAnswer, tools: Tools, *, stop: int | str | None) -> Message:
+        """The assistant message that the sampled tokens are, with tool calls if there are tools."""
+        if tools and self._responses:
+            parsed = self._parsed_by_tokenizer(prompt_T, answer, tools)
+            if parsed is not None:
+                return parsed
+        text = self.text(answer.tokens_L.tolist(), stop=stop)
+        calls = self._turns.calls_of(answer.tokens_L, stopped=answer.stopped) if tools else ()
+        good = [call for call in calls if isinstance(call, ToolCall)]
+        thought, content = _parted(text)
+        if good:
+            content = self._before_calls(answer)
+        message: Message = {"role": "assistant", "content": content}
+        if thought:
+            message["reasoning_content"] = thought
+        if good:
+            message["tool_calls"] = [_wire_call(call.name, call.arguments) for call in good]
+        return message
+
+    def _before_calls(self, answer: SampledAnswer) -> str:
+        marked = self.tokenizer.decode(
+            answer.tokens_L.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        _, said = _parted(str(marked))
+        begins = [at for mark in _MARKS[self._turns.tool_format] if (at := said.find(mark)) >= 0]
+        said = said[: min(begins, default=0)]
+        for name in self._special:
+            said = said.replace(name, "")
+        return said.strip()
+
+    def _parsed_by_tokenizer(self, prompt_T: Tokens, answer: SampledAnswer, tools: Tools) -> Message | None:
+        """Through the response template that comes with the tokenizer. None if it cannot read this answer."""
+        tokens = answer.tokens_L.tolist()
+        if answer.stopped and tokens and tokens[-1] in self._stop_ids:
+            tokens.pop()
+        try:
+            parsed = self.tokenizer.parse_response(tokens, prefix=prompt_T.tolist(), tools=tools)
+        except Exception:  # model output is untrusted, and the parser is not ours: it is text then
+            return None
+        if not isinstance(parsed, Mapping):
+            return None
+        message: Message = {"role": "assistant", "content": str(parsed.get("content") or "")}
+        thought = parsed.get("reasoning_content") or parsed.get("thinking")
+        if thought:
+            message["reasoning_content"] = str(thought)
+        functions = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
+        calls = [_wire_call(str(each.get("name")), each.get("arguments") or {}) for each in functions]
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+
+def rendered_form(message: Message) -> Message:
+    """A message as chat templates read it: the arguments of calls as objects."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call.get("function", {}))
+        if isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"])
+            except (ValueError, RecursionError):
+                function["arguments"] = {"": function["arguments"]}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+def as_tokens(values: Sequence[int]) -> Tokens:
+    """Token ids as an array."""
+    return np.array(values, np.int32)
+
+
+def _wire_call(name: str, arguments: Any) -> dict[str, Any]:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    function = {"name": name, "arguments": text}
+    return {"id": secrets.token_hex(_ID_BYTES)[:_ID_LENGTH], "type": "function", "function": function}
+
+
+def _parted(text: str) -> tuple[str, str]:
+    """(reasoning, what is said after it)."""
+    thought, closed, said = text.rpartition("</think>")
+    if not closed:
+        return "", text
+    return thought.replace("<think>", "").strip(), said.lstrip("\n")

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of one episode: a tree of turns, each with the tokens that were sampled. Pure: it waits for nothing.
+
+A request whose history extends a recorded one continues its exact tokens. Any other history begins a new root, or a new
+branch behind the longest recorded history that it shares. A request that is made again is recognised."""
+
+# T tokens of a prompt · L tokens of one answer
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from podium.data.documents import Tokens
+from podium.data.kinds import Message
+from podium.data.masks import ChatTemplateError, Tools
+from podium.errors import InvariantError
+from podium.gateway.branches import Branch, SessionRecord, branches_of
+from podium.gateway.history import answer_keys, history_keys, likeness
+from podium.gateway.refusal import RequestRefusedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ConversationPrompt:
+    """All tokens before an answer, and what their renderer needs to continue behind it."""
+
+    tokens_T: Tokens
+    state: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampledAnswer:
+    """The tokens of one answer exactly as they were sampled; `stopped` if it ended at a stop token."""
+
+    tokens_L: Tokens
+    logprobs_L: NDArray[np.float32]
+    versions_L: Tokens
+    stopped: bool
+
+
+class ConversationTokens(Protocol):
+    """Turns messages into tokens."""
+
+    def begin(self, messages: Sequence[Message], tools: Tools) -> ConversationPrompt:
+        """The prompt of a new conversation."""
+
+    def extend(
+        self, prompt: ConversationPrompt, answer: SampledAnswer, messages: Sequence[Message]
+    ) -> ConversationPrompt:
+        """The prompt that follows an answer: the same tokens, those of the answer, and those of `messages`. Raises a
+        ChatTemplateError if the template cannot continue a conversation."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RecordedTurn:
+    """One answer in the tree. `message` is what the client got."""
+
+    number: int
+    parent: RecordedTurn | None
+    prompt: ConversationPrompt
+    answer: SampledAnswer
+    message: Message
+    children: list[RecordedTurn] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OpenedTurn:
+    """A request that is under way or answered. `continues`: its prompt holds the exact tokens of `parent`."""
+
+    number: int
+    parent: RecordedTurn | None
+    prompt: ConversationPrompt
+    key: bytes  # of its history
+    content: bytes
+    idempotency_key: str | None
+    turns: tuple[RecordedTurn, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another request with the same content means this one: it is under way, or nothing has followed."""
+        return not any(turn.children for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedTurn:
+    """A request that was made before, as the number of that one."""
+
+    number: int
+
+
+class Recorder:
+    """One episode. `open` a request, then `answer` or `abandon` it; `record` gives what was sampled, as branches."""
+
+    def __init__(self, tokens: ConversationTokens) -> None:
+        self._tokens = tokens
+        self._opened: dict[int, OpenedTurn] = {}
+        self._by_history: dict[bytes, list[RecordedTurn]] = {}
+        self._by_content: dict[bytes, int] = {}
+        self._by_idempotency_key: dict[str, int] = {}
+        self._roots: list[RecordedTurn] = []
+        self._turns = self._requests = self._sampled = self._discarded = self._repeats = self._rerendered = 0
+
+    def open(
+        self, messages: Sequence[Message], tools: Tools, *, content: bytes, idempotency_key: str | None = None
+    ) -> OpenedTurn | RepeatedTurn:
+        """Takes a request. `content`: everything that the answer depends on, also sampling; equal contents are the same
+        request until something follows its answer. An idempotency key says that explicitly, for good."""
+        repeated = self._repeated(content, idempotency_key)
+        if repeated is not None:
+            self._repeats += 1
+            return RepeatedTurn(number=repeated)
+        keys = history_keys(messages, tools)
+        parent, prompt = self._continued(messages, keys)
+        if prompt is None:
+            prompt = self._tokens.begin(messages, tools)
+        opened = OpenedTurn(
+            number=self._requests,
+            parent=parent,
+            prompt=prompt,
+            key=keys[-1],
+            content=content,
+            idempotency_key=idempotency_key,
+        )
+        self._requests += 1
+        self._opened[opened.number] = opened
+        self._by_content[content] = opened.number
+        if idempotency_key is not None:
+            self._by_idempotency_key[idempotency_key] = opened.number
+        return opened
+
+    def answer(self, number: int, answers: Sequence[tuple[SampledAnswer, Message]]) -> tuple[RecordedTurn, ...]:
+        """Records what was sampled for a request, and the messages that its client gets."""
+        opened = self._opened[number]
+        assert not opened.turns, "a request is answered once"
+        for sampled, message in answers:
+            turn = RecordedTurn(
+                number=self._turns, parent=opened.parent, prompt=opened.prompt, answer=sampled, message=message
+            )
+            (self._roots if turn.parent is None else turn.parent.children).append(turn)
+            for key in answer_keys(opened.key, message):
+                self._by_history.setdefault(key, []).append(turn)
+            self._turns += 1
+            self._sampled += len(sampled.tokens_L)
+            opened.turns += (turn,)
+        return opened.turns
+
+    def abandon(self, number: int, *, sampled_tokens: int = 0) -> None:
+        """Forgets a request that got no answer; its client has seen nothing of it. `sampled_tokens`: discarded."""
+        opened = self._opened.pop(number)
+        self._discarded += sampled_tokens
+        if self._by_content.get(opened.content) == number:
+            del self._by_content[opened.content]
+        if opened.idempotency_key is not None:
+            self._by_idempotency_key.pop(opened.idempotency_key, None)
+
+    def opened(self, number: int) -> OpenedTurn:
+        """The request of this number."""
+        return self._opened[number]
+
+    def record(self) -> SessionRecord:
+        """Everything that was sampled, as branches. Counts that trained and sampled tokens are the same."""
+        branches: tuple[Branch, ...] = branches_of(self._roots)
+        return SessionRecord(
+            branches=branches,
+            sampled_tokens=self._sampled,
+            discarded_tokens=self._discarded,
+            turns=self._turns,
+            requests=self._requests,
+            repeated_requests=self._repeats,
+            rerendered_requests=self._rerendered,
+        ).counted()
+
+    def _repeated(self, content: bytes, idempotency_key: str | None) -> int | None:
+        if idempotency_key is not None:
+            number = self._by_idempotency_key.get(idempotency_key)
+            if number is not None and self._opened[number].content != content:
+                raise RequestRefusedError(
+                    409,
+                    "this idempotency key was sent with another request of the session. Give every request its own.",
+                    code="idempotency_key_reused",
+                )
+            return number
+        number = self._by_content.get(content)
+        if number is None or not self._opened[number].is_open:
+            return None
+        return number
+
+    def _continued(
+        self, messages: Sequence[Message], keys: Sequence[bytes]
+    ) -> tuple[RecordedTurn | None, ConversationPrompt | None]:
+        """The turn with the longest history that these messages extend, and the prompt behind it."""
+        for count in range(len(messages) - 1, 0, -1):
+            turns = self._by_history.get(keys[count])
+            if not turns:
+                continue
+            turn = max(turns, key=lambda turn: (likeness(messages[count - 1], turn.message), turn.number))
+            try:
+                prompt = self._tokens.extend(turn.prompt, turn.answer, messages[count:])
+            except ChatTemplateError:
+                self._rerendered += 1  # the template rewrites earlier turns: these are other tokens
+                return None, None
+            _require_continued(turn, prompt)
+            return turn, prompt
+        return None, None
+
+
+def _require_continued(turn: RecordedTurn, prompt: ConversationPrompt) -> None:
+    before = np.concatenate([turn.prompt.tokens_T, turn.answer.tokens_L])
+    if len(prompt.tokens_T) <= len(before) or not np.array_equal(prompt.tokens_T[: len(before)], before):
+        raise InvariantError(
+            f"the prompt behind turn {turn.number} does not begin with its {len(before)} recorded tokens."
+        )
