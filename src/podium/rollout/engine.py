@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Literal, Protocol, overload, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
+from podium.data.documents import Tokens
 from podium.data.trajectories import TrajectoryId
-from podium.rollout.requests import Completion, Request
+from podium.rollout.requests import Completion, PartialAnswer, Request
 
 if TYPE_CHECKING:
     from podium.weights.transports import Delivery
@@ -113,3 +117,29 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Ends the engine and frees everything it holds."""
+
+
+@runtime_checkable
+class ShowsPartialAnswers(Protocol):
+    """An engine that shows answers before they are finished, for streaming."""
+
+    def partial_answers(self, ids: Iterable[TrajectoryId]) -> Mapping[TrajectoryId, PartialAnswer]:
+        """What has been sampled for these requests so far; those that are not running are left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenScores:
+    """Log-probs of given tokens at temperature 1, each after all tokens before it, and the most likely token there.
+    The first token follows nothing and has none, so that these are one shorter than the tokens."""
+
+    logprobs_T: NDArray[np.float32]
+    best_T: Tokens
+    best_logprobs_T: NDArray[np.float32]
+
+
+@runtime_checkable
+class ScoresTokens(Protocol):
+    """An engine that scores given tokens."""
+
+    def score(self, tokens_T: Tokens) -> TokenScores:
+        """Scores a sequence, between two steps."""

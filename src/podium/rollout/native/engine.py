@@ -14,13 +14,14 @@ from typing import overload
 import numpy as np
 import torch
 
+from podium.data.documents import Tokens
 from podium.data.splitmix import signed
 from podium.data.trajectories import TrajectoryId
 from podium.errors import RolloutError, WeightMismatchError
 from podium.models.causal_lm import PackedCausalLM, longest_packable
 from podium.progress import mark_progress
 from podium.recipe import EngineSection
-from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange
+from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange, TokenScores
 from podium.rollout.fair_lock import FairLock
 from podium.rollout.native.block_manager import BlockManager
 from podium.rollout.native.cache import attention_layers, bytes_per_token
@@ -31,11 +32,12 @@ from podium.rollout.native.rows import Rows, RowTable, Sequence
 from podium.rollout.native.runner import Runner, SamplingTable, StepResult
 from podium.rollout.native.runners import make_runner
 from podium.rollout.native.scheduler import Drain, Scheduler, StepPlan
+from podium.rollout.native.scoring import score_tokens
 from podium.rollout.native.sizing import choose_sizes
 from podium.rollout.native.stop_strings import Decode, completed_string
 from podium.rollout.native.tensor_group import Prepare, TensorLeader
 from podium.rollout.randomness import stream_key
-from podium.rollout.requests import Completion, Request, failed
+from podium.rollout.requests import Completion, PartialAnswer, Request, failed
 from podium.weights.transports import Delivery
 from podium.weights.versions import WeightVersion
 from podium.weights.whole_copy import WholeCopy
@@ -320,6 +322,26 @@ class NativeEngine:
             lane_steps=self._lane_steps,
             prefill_s=self._prefill_s,
         )
+
+    def partial_answers(self, ids: Iterable[TrajectoryId]) -> dict[TrajectoryId, PartialAnswer]:
+        """What has been sampled for these requests so far."""
+        with self._lock:
+            running = [self._sequences[id] for id in ids if id in self._sequences]
+            return {sequence.id: self._rows.partial_answer(sequence) for sequence in running if sequence.row >= 0}
+
+    @torch.inference_mode()
+    def score(self, tokens_T: Tokens) -> TokenScores:
+        """Log-probs of these tokens under the weights that sample now, by a packed forward pass."""
+        with self._lock:
+            self._check_open()
+            idle = self._why_idle()
+            if idle is not None:
+                raise RolloutError(f"the engine {idle}, so it scores nothing.")
+            if self._group is not None:
+                raise RolloutError("an engine over several devices does not score given tokens. Use one device.")
+            if len(tokens_T) > self._sizes.max_length:
+                raise RolloutError(f"{len(tokens_T)} tokens are more than the context of {self._sizes.max_length}.")
+            return score_tokens(self._model, self._device, tokens_T)
 
     def close(self) -> None:
         """Ends the engine. The caller keeps the model."""

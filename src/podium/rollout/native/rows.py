@@ -16,7 +16,7 @@ from podium.data.routed_experts import Experts, continued
 from podium.data.trajectories import TrajectoryId
 from podium.rollout.native.block_manager import BlockTable
 from podium.rollout.native.expert_cache import ExpertCache
-from podium.rollout.requests import Completion, Finish, Request
+from podium.rollout.requests import Completion, Finish, PartialAnswer, Request
 
 Rows = NDArray[np.int64]
 
@@ -170,6 +170,15 @@ class RowTable:
         self.epoch_R[row] += 1
         self._free.append(row)
         return sequence
+
+    def partial_answer(self, sequence: Sequence) -> PartialAnswer:
+        """What the host has seen of a sequence that has a row."""
+        sampled = slice(int(self.prompt_R[sequence.row]), int(self.known_R[sequence.row]))
+        return PartialAnswer(
+            tokens_L=self.tokens_RL[sequence.row, sampled].copy(),
+            logprobs_L=self.logprobs_RL[sequence.row, sampled].copy(),
+            versions_L=self.versions_RL[sequence.row, sampled].copy(),
+        )
 
     def empty(self) -> None:
         """Takes all sequences out of their rows."""
