@@ -150,12 +150,18 @@ class Recorder:
 
     def abandon(self, number: int, *, sampled_tokens: int = 0) -> None:
         """Forgets a request that got no answer; its client has seen nothing of it. `sampled_tokens`: discarded."""
-        opened = self._opened.pop(number)
+        self.stop_repeats(number)
+        del self._opened[number]
         self._discarded += sampled_tokens
+
+    def stop_repeats(self, number: int) -> None:
+        """From now on the same request is a new one: this one is being cancelled."""
+        opened = self._opened[number]
         if self._by_content.get(opened.content) == number:
             del self._by_content[opened.content]
-        if opened.idempotency_key is not None:
-            self._by_idempotency_key.pop(opened.idempotency_key, None)
+        key = opened.idempotency_key
+        if key is not None and self._by_idempotency_key.get(key) == number:
+            del self._by_idempotency_key[key]
 
     def opened(self, number: int) -> OpenedTurn:
         """The request of this number."""

@@ -1,27 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of an episode: recorded tokens are continued, other histories branch, and every sampled token counts once."""
+"""The record of an episode: recorded tokens are continued, other histories branch, every sampled token counts once."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted import CHATML, FORGETFUL, byte_tokenizer, encoded
 
 from podium.data.kinds import Message
 from podium.gateway.conversation import Conversations, rendered_form
 from podium.gateway.history import answer_keys, extended_key
 from podium.gateway.recorder import OpenedTurn, RecordedTurn, Recorder, RepeatedTurn, SampledAnswer
 from podium.gateway.refusal import RequestRefusedError
-
-sys.path.append(str(Path(__file__).parents[1] / "environments"))
-from scripted import CHATML, FORGETFUL, byte_tokenizer, encoded
 
 TOKENIZER = byte_tokenizer(CHATML)
 ASK: Message = {"role": "user", "content": "2+2?"}

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers chats with a backend, with or without a record. Independent of HTTP and of any client's format."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from podium.data.documents import Tokens
+from podium.data.kinds import Message
+from podium.data.masks import ChatTemplateError, Tools
+from podium.data.tokenizer import parted_stops
+from podium.errors import DataError
+from podium.gateway.backend import Generation, GenerationRequest, OnTokens, TokenBackend
+from podium.gateway.branches import SessionRecord
+from podium.gateway.conversation import Conversations
+from podium.gateway.recorder import OpenedTurn, Recorder, SampledAnswer
+from podium.gateway.refusal import RequestRefusedError
+from podium.rollout.requests import Completion, Sampling
+
+OnText = Callable[[str], object]
+"""Gets the text of an answer so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingWish:
+    """What a client says of sampling. None: as the server has it."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChatCall:
+    """One request for the next message of a chat. `content`: all that the answer depends on, to recognise repeats."""
+
+    messages: tuple[Message, ...]
+    tools: Tools
+    wish: SamplingWish
+    content: bytes
+    idempotency_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChatChoice:
+    """One answer: its message, and its tokens as they were sampled."""
+
+    message: Message
+    answer: SampledAnswer
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChatAnswer:
+    """The answers to a request."""
+
+    choices: tuple[ChatChoice, ...]
+    prompt_T: Tokens
+
+    @property
+    def completion_tokens(self) -> int:
+        """Sampled tokens of all choices."""
+        return sum(choice.completion.num_tokens for choice in self.choices)
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that needed no computation."""
+        return max((choice.completion.reused_tokens for choice in self.choices), default=0)
+
+
+class ModelService:
+    """A model with its tokenizer and a backend. Used from one event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        conversations: Conversations,
+        backend: TokenBackend,
+        *,
+        stop_tokens: frozenset[int] = frozenset(),
+    ) -> None:
+        """`stop_tokens`: that end every answer."""
+        self.name, self.conversations, self.backend = name, conversations, backend
+        size = backend.capacity.vocab_size
+        self._stop_tokens = frozenset(token for token in stop_tokens if token < size)
+
+    async def chat(self, call: ChatCall, on_text: OnText | None = None) -> ChatAnswer:
+        """Answers without a record: the history is rendered as it is. Ends generation if this is cancelled."""
+        prompt = readable(lambda: self.conversations.begin(call.messages, call.tools)).tokens_T
+        seed = secrets.randbits(62) if call.wish.seed is None else call.wish.seed
+        flight = Flight(self, prompt, call, self.sampling(call.wish, len(prompt)), seed, on_text)
+        try:
+            return flight.answer(await flight.completions())
+        except asyncio.CancelledError:
+            flight.cancel()
+            raise
+
+    def sampling(self, wish: SamplingWish, prompt_tokens: int, base: Sampling | None = None) -> Sampling:
+        """What the engine gets. `base`: of a session, whose distribution clients cannot change."""
+        capacity = self.backend.capacity
+        room = capacity.max_length - prompt_tokens
+        if room < 1:
+            raise RequestRefusedError(
+                400,
+                f"the prompt has {prompt_tokens} tokens and the context {capacity.max_length}, which leaves no room "
+                "for an answer. Shorten the messages, or serve with a larger --max-length.",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        limits = (room, wish.max_tokens, None if base is None else base.max_new_tokens)
+        most = min(limit for limit in limits if limit is not None)
+        named, strings = parted_stops(self.conversations.tokenizer, wish.stop)
+        stops = self._stop_tokens | frozenset(token for token in named if token < capacity.vocab_size)
+        if base is None:
+            base = Sampling(
+                max_new_tokens=most,
+                temperature=1.0 if wish.temperature is None else wish.temperature,
+                top_p=1.0 if wish.top_p is None else wish.top_p,
+                top_k=max(wish.top_k or 0, 0),
+                min_p=wish.min_p or 0.0,
+                repetition_penalty=1.0 if wish.repetition_penalty is None else wish.repetition_penalty,
+                logit_bias=dict(wish.logit_bias),
+            )
+        sampling = replace(
+            base,
+            max_new_tokens=most,
+            stop_tokens=base.stop_tokens | stops,
+            stop_strings=(*base.stop_strings, *strings),
+        )
+        problems = list(sampling.problems(capacity.vocab_size))
+        if problems:
+            raise RequestRefusedError(400, " ".join(problems))
+        return sampling
+
+
+class Flight:
+    """The generations of one request, of one prompt."""
+
+    def __init__(
+        self, service: ModelService, prompt_T: Tokens, call: ChatCall, sampling: Sampling, seed: int,
+        on_text: OnText | None,
+    ) -> None:  # fmt: skip
+        self._service, self._prompt_T, self._call = service, prompt_T, call
+        on_tokens: OnTokens | None = None
+        if on_text is not None and call.wish.n == 1 and not call.tools:
+            on_tokens = ShownText(service.conversations, sampling.stop_strings, on_text)
+        self._generations: list[Generation] = [
+            service.backend.submit(
+                GenerationRequest(prompt=prompt_T, sampling=sampling, seed=seed, sample=sample), on_tokens
+            )
+            for sample in range(call.wish.n)
+        ]
+
+    async def completions(self) -> list[Completion]:
+        """Waits until all generations have ended, also those that were cancelled."""
+        return list(await asyncio.gather(*(asyncio.shield(each.completion) for each in self._generations)))
+
+    def cancel(self) -> None:
+        """Ends the generations with what they have sampled."""
+        for generation in self._generations:
+            generation.cancel()
+
+    def answer(self, completions: Sequence[Completion]) -> ChatAnswer:
+        """The messages of finished generations."""
+        choices = []
+        for completion in completions:
+            if completion.finish == "error":
+                raise RequestRefusedError(400, completion.error or "the engine cannot answer this request.")
+            if completion.finish == "cancelled":
+                raise RequestRefusedError(503, "the request was cancelled.")
+            answer = SampledAnswer(
+                tokens_L=completion.tokens_L,
+                logprobs_L=completion.logprobs_L,
+                versions_L=completion.versions_L,
+                stopped=completion.finish == "stop" and not isinstance(completion.stop, str),
+            )
+            message = self._service.conversations.message(
+                self._prompt_T, answer, self._call.tools, stop=completion.stop
+            )
+            choices.append(ChatChoice(message=message, answer=answer, completion=completion))
+        return ChatAnswer(choices=tuple(choices), prompt_T=self._prompt_T)
+
+
+class ShownText:
+    """Shows the text of an answer while it is sampled. Text that may still change is held back: half characters, the
+    beginning of a stop string, reasoning."""
+
+    def __init__(self, conversations: Conversations, stops: Sequence[str], on_text: OnText) -> None:
+        self._conversations, self._stops, self._on_text = conversations, stops, on_text
+        self._thinks = "</think>" in str(conversations.tokenizer.chat_template)
+
+    def __call__(self, tokens: Tokens) -> None:
+        text = self._conversations.text(tokens.tolist())
+        if self._thinks or "<think>" in text:
+            _, closed, text = text.rpartition("</think>")
+            text = text.lstrip("\n") if closed else ""
+        text = text.rstrip("\ufffd")
+        for stop in self._stops:
+            text = text.partition(stop)[0]
+            held = next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
+            text = text[: len(text) - held]
+        self._on_text(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionSettings:
+    """How a session samples. `sampling`: the distribution and the longest answer; clients choose only fewer tokens and
+    further stops. None: as clients ask. `seed`: of all answers for which a client gives none."""
+
+    sampling: Sampling | None = None
+    seed: int = 0
+    max_requests: int = 10_000
+
+
+class ChatSession:
+    """One episode: its recorder, and the requests that are under way."""
+
+    def __init__(self, service: ModelService, settings: SessionSettings | None = None) -> None:
+        self._service, self.settings = service, settings or SessionSettings()
+        self._recorder = Recorder(service.conversations)
+        self._running: dict[int, _Running] = {}
+        self._prompts: Counter[bytes] = Counter()
+        self._closed = False
+
+    async def chat(self, call: ChatCall, on_text: OnText | None = None) -> ChatAnswer:
+        """Answers and records. A repeated request waits for the same answer. Generation ends when nobody waits for it:
+        its tokens are discarded and counted."""
+        if self._closed:
+            raise RequestRefusedError(410, "this session is closed.")
+        opened = readable(
+            lambda: self._recorder.open(
+                call.messages, call.tools, content=call.content, idempotency_key=call.idempotency_key
+            )
+        )
+        if isinstance(opened, OpenedTurn):
+            self._begin(opened, call, on_text)
+        running = self._running[opened.number]
+        running.waiting += 1
+        try:
+            return await asyncio.shield(running.task)
+        finally:
+            running.waiting -= 1
+            if running.waiting == 0 and not running.task.done():
+                running.flight.cancel()
+                self._recorder.stop_repeats(opened.number)
+
+    async def close(self) -> SessionRecord:
+        """Ends what is under way, and returns everything that was sampled."""
+        self._closed = True
+        under_way = [each for each in self._running.values() if not each.task.done()]
+        for each in under_way:
+            each.flight.cancel()
+        await asyncio.gather(*(each.task for each in under_way), return_exceptions=True)
+        return self._recorder.record()
+
+    def record(self) -> SessionRecord:
+        """Everything that was sampled and answered so far."""
+        return self._recorder.record()
+
+    def _begin(self, opened: OpenedTurn, call: ChatCall, on_text: OnText | None) -> None:
+        try:
+            if opened.number >= self.settings.max_requests:
+                raise RequestRefusedError(429, f"the session has had its {self.settings.max_requests} requests.")
+            prompt_T = opened.prompt.tokens_T
+            sampling = self._service.sampling(call.wish, len(prompt_T), self.settings.sampling)
+            flight = Flight(self._service, prompt_T, call, sampling, self._seed(prompt_T, call), on_text)
+        except BaseException:
+            self._recorder.abandon(opened.number)
+            raise
+        task = asyncio.get_running_loop().create_task(self._finish(opened.number, flight))
+        task.add_done_callback(_retrieved)
+        self._running[opened.number] = _Running(flight, task)
+
+    async def _finish(self, number: int, flight: Flight) -> ChatAnswer:
+        try:
+            completions = await flight.completions()
+        except BaseException:
+            self._recorder.abandon(number)
+            raise
+        try:
+            answer = flight.answer(completions)
+        except BaseException:
+            self._recorder.abandon(number, sampled_tokens=sum(each.num_tokens for each in completions))
+            raise
+        self._recorder.answer(number, [(choice.answer, choice.message) for choice in answer.choices])
+        return answer
+
+    def _seed(self, prompt_T: Tokens, call: ChatCall) -> int:
+        """Of the prompt and how often it was asked, so that it does not depend on the order of concurrent requests."""
+        if call.wish.seed is not None:
+            return call.wish.seed
+        digest = hashlib.sha256(prompt_T.tobytes()).digest()
+        self._prompts[digest] += 1
+        text = b"%d %d " % (self.settings.seed, self._prompts[digest])
+        return int.from_bytes(hashlib.sha256(text + digest).digest()[:8], sys.byteorder) >> 2
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    flight: Flight
+    task: asyncio.Task[ChatAnswer]
+    waiting: int = 0
+
+
+def readable(render: Callable[[], Any]) -> Any:
+    """Renders a request. What the template or the tokenizer refuses is the client's error."""
+    try:
+        return render()
+    except (ChatTemplateError, DataError) as error:
+        raise RequestRefusedError(400, f"the messages cannot be rendered: {error}", param="messages") from error
+    except (TypeError, UnicodeError) as error:
+        raise RequestRefusedError(400, f"the tokenizer cannot read the messages: {error}", param="messages") from error
+
+
+def _retrieved(task: asyncio.Task[ChatAnswer]) -> None:
+    """Whoever waits gets the exception; if all have left, nobody must be told."""
+    if not task.cancelled():
+        task.exception()

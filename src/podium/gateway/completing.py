@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers completions of raw text with a backend."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from itertools import repeat
+
+from podium.data.documents import Tokens
+from podium.gateway.backend import Generation, GenerationRequest, OnTokens
+from podium.gateway.chat import ModelService, OnText, ShownText
+from podium.gateway.completions_wire import CompletedPrompt, CompletionCall
+from podium.gateway.refusal import RequestRefusedError
+from podium.rollout.engine import TokenScores
+from podium.rollout.requests import Completion
+
+
+async def complete(service: ModelService, call: CompletionCall, on_text: OnText | None = None) -> list[CompletedPrompt]:
+    """All choices of all prompts, in order. `on_text`: for one prompt and one choice, without the echoed prompt."""
+    seed = secrets.randbits(62) if call.wish.seed is None else call.wish.seed
+    generations: list[Generation] = []
+    try:
+        if call.generates:
+            for prompt in call.prompts:
+                sampling = service.sampling(call.wish, len(prompt))
+                on_tokens: OnTokens | None = None
+                if on_text is not None and not call.echo:
+                    on_tokens = ShownText(service.conversations, sampling.stop_strings, on_text)
+                generations += [
+                    service.backend.submit(
+                        GenerationRequest(prompt=prompt, sampling=sampling, seed=seed, sample=sample), on_tokens
+                    )
+                    for sample in range(call.wish.n)
+                ]
+        scored = [await _scores(service, prompt, call) for prompt in call.prompts]
+        sampled = [_finished(await asyncio.shield(each.completion)) for each in generations]
+    except BaseException:
+        for each in generations:
+            each.cancel()
+        raise
+    choices = [
+        (prompt, scores)
+        for prompt, scores in zip(call.prompts, scored, strict=True)
+        for _ in range(call.wish.n if call.generates else 1)
+    ]
+    answers = sampled if call.generates else repeat(None, len(choices))
+    return [
+        CompletedPrompt(prompt_T=prompt, scores=scores, completion=completion)
+        for (prompt, scores), completion in zip(choices, answers, strict=True)
+    ]
+
+
+async def _scores(service: ModelService, prompt: Tokens, call: CompletionCall) -> TokenScores | None:
+    return await service.backend.score(prompt) if call.echo and call.logprobs else None
+
+
+def _finished(completion: Completion) -> Completion:
+    if completion.finish == "error":
+        raise RequestRefusedError(400, completion.error or "the engine cannot answer this request.")
+    if completion.finish == "cancelled":
+        raise RequestRefusedError(503, "the request was cancelled.")
+    return completion

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gateway over HTTP: chats, sessions, streams, completions; keys, limits and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from scripted import CHATML, byte_tokenizer, encoded
+
+from helpers.gateways import Served, head_of, serving
+from podium.gateway.chat import SessionSettings
+from podium.gateway.http import HttpLimits
+from podium.rollout.requests import Sampling
+
+TOKENIZER = byte_tokenizer(CHATML)
+ASK = {"role": "user", "content": "2+2?"}
+MORE = {"role": "user", "content": "and 3+3?"}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+
+
+def served(work: Callable[[Served], Any], script: Callable[[str], str] = lambda prompt: "four", **how: Any) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(30), serving(TOKENIZER, script, **how) as server:
+            await work(server)
+
+    asyncio.run(run())
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    while not happened():
+        await asyncio.sleep(0.001)
+
+
+def test_a_chat_is_answered_in_the_form_of_openai() -> None:
+    async def work(server: Served) -> None:
+        reply = await server.chat(None, [ASK], temperature=0.5, max_tokens=20, seed=7, stop=["\n"], logprobs=True)
+
+        assert reply.status == 200
+        (choice,) = reply.json["choices"]
+        assert choice["message"] == {"role": "assistant", "content": "four"}
+        assert choice["finish_reason"] == "stop"
+        assert [each["token"] for each in choice["logprobs"]["content"]] == [*"four", "<|im_end|>"]
+        prompt = len(encoded(TOKENIZER, "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"))
+        usage = reply.json["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (prompt, 5, prompt + 5)
+        (request,) = server.engine.requests
+        sampling = request.sampling
+        assert (sampling.temperature, sampling.max_new_tokens, sampling.stop_strings) == (0.5, 20, ("\n",))
+        assert (request.seed, sampling.stop_tokens) == (7, {server.engine.end})
+
+    served(work)
+
+
+def test_an_answer_that_meets_its_limit_says_so_and_several_answers_have_numbers() -> None:
+    async def work(server: Served) -> None:
+        reply = await server.chat(None, [ASK], max_completion_tokens=2, n=3)
+
+        assert [choice["index"] for choice in reply.json["choices"]] == [0, 1, 2]
+        assert {choice["finish_reason"] for choice in reply.json["choices"]} == {"length"}
+        assert [request.id.sample for request in server.engine.requests] == [0, 1, 2]
+
+    served(work)
+
+
+def test_a_session_records_what_was_sampled_and_continues_it() -> None:
+    async def work(server: Served) -> None:
+        session = server.gateway.open_session()
+        first = (await server.chat(session, [ASK])).json["choices"][0]["message"]
+        await server.chat(session, [ASK, {**first, "content": " four\n"}, MORE])
+        record = await server.gateway.close_session(session.id)
+
+        one, two = server.engine.requests
+        assert two.prompt.tolist()[: len(one.prompt) + 5] == [
+            *one.prompt.tolist(), *encoded(TOKENIZER, "four<|im_end|>"),
+        ]  # fmt: skip
+        (branch,) = record.branches
+        assert (record.sampled_tokens, record.trained_tokens, branch.turns) == (10, 10, (0, 1))
+        assert set(branch.versions_T[branch.loss_mask_T].tolist()) == {3}
+        assert (await server.chat(session, [ASK])).status == 401  # closed: its key is unknown
+
+    served(work)
+
+
+def test_a_session_can_fix_the_distribution() -> None:
+    async def work(server: Served) -> None:
+        sampling = Sampling(max_new_tokens=9, temperature=0.7)
+        session = server.gateway.open_session(SessionSettings(sampling=sampling))
+        await server.chat(session, [ASK], temperature=0.0, top_p=0.1, max_tokens=500)
+        await server.chat(session, [ASK], max_tokens=3)
+
+        found = [request.sampling for request in server.engine.requests]
+        assert [(each.temperature, each.top_p, each.max_new_tokens) for each in found] == [(0.7, 1, 9), (0.7, 1, 3)]
+
+    served(work)
+
+
+def test_equal_requests_at_once_are_one_request() -> None:
+    async def work(server: Served) -> None:
+        session = server.gateway.open_session()
+        replies = await asyncio.gather(*(server.chat(session, [ASK]) for _ in range(5)))
+        replies.append(await server.chat(session, [ASK], stream=True))
+
+        assert len(server.engine.requests) == 1
+        assert [reply.json["choices"] for reply in replies[:5]] == [replies[0].json["choices"]] * 5
+        assert "".join(event["choices"][0]["delta"].get("content", "") for event in replies[5].events[:-1]) == "four"
+        record = await server.gateway.close_session(session.id)
+        assert (record.sampled_tokens, record.repeated_requests) == (5, 5)
+
+    served(work)
+
+
+def test_another_seed_or_idempotency_key_is_another_request() -> None:
+    async def work(server: Served) -> None:
+        session = server.gateway.open_session()
+        for seed, key in ((1, "a"), (2, "b"), (2, "b"), (2, "c")):
+            await server.chat(session, [ASK], seed=seed, headers={"Idempotency_Key": key})
+
+        assert [request.seed for request in server.engine.requests] == [1, 2, 2]
+
+    served(work)
+
+
+def test_calls_of_tools_come_in_the_form_of_openai() -> None:
+    async def work(server: Served) -> None:
+        session = server.gateway.open_session()
+        message = (await server.chat(session, [ASK], tools=TOOLS)).json["choices"][0]
+        assert message["finish_reason"] == "tool_calls"
+        (call,) = message["message"]["tool_calls"]
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 1})
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+
+        reply = await server.chat(session, [ASK, message["message"], result], tools=TOOLS, stream=True)
+
+        said = [event["choices"][0]["delta"] for event in reply.events[:-1]]
+        assert "".join(delta.get("content", "") for delta in said) == "done"
+        record = await server.gateway.close_session(session.id)
+        assert [branch.turns for branch in record.branches] == [(0, 1)]
+
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    served(work, lambda prompt: "done" if "tool_response" in prompt else call)
+
+
+def test_a_stream_says_the_text_in_pieces_and_ends() -> None:
+    text = "word " * 200
+
+    async def work(server: Served) -> None:
+        reply = await server.chat(None, [ASK], stream=True, stream_options={"include_usage": True})
+
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        *events, counts, done = reply.events
+        assert done == "[DONE]"
+        assert counts["usage"]["completion_tokens"] == len(encoded(TOKENIZER, text)) + 1
+        assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
+        assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+        assert events[-1]["choices"][0]["finish_reason"] == "stop"
+
+    served(work, lambda prompt: text)
+
+
+def test_a_client_that_goes_away_ends_its_request() -> None:
+    async def work(server: Served) -> None:
+        session = server.gateway.open_session()
+        server.engine.held.set()
+        body = json.dumps({"messages": [ASK]}).encode()
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(head_of("POST", f"{session.path}/v1/chat/completions", body, session.key) + body)
+        await until(lambda: len(server.engine.requests) == 1)
+        writer.close()
+        await until(lambda: bool(server.engine.cancelled))
+        server.engine.held.clear()
+
+        again = await server.chat(session, [ASK])  # the same content: not the one that was cancelled
+
+        assert again.json["choices"][0]["message"]["content"] == "four"
+        record = await server.gateway.close_session(session.id)
+        assert (record.turns, record.sampled_tokens, record.repeated_requests) == (1, 5, 0)
+
+    served(work)
+
+
+def test_a_request_that_takes_too_long_is_ended() -> None:
+    async def work(server: Served) -> None:
+        server.engine.held.set()
+        reply = await server.chat(None, [ASK])
+
+        assert (reply.status, reply.json["error"]["code"]) == (504, "timeout")
+        await until(lambda: bool(server.engine.cancelled))
+
+    served(work, limits=HttpLimits(request_s=0.2))
+
+
+def test_keys_are_needed_where_there_are_some() -> None:
+    async def work(server: Served) -> None:
+        session = server.gateway.open_session()
+        path, body = "/v1/chat/completions", {"messages": [ASK]}
+        for where, key in (
+            (path, ""), (path, "wrong"), (path, session.key), (session.path + path, "right"),
+            ("/sessions/other" + path, session.key), ("/sessions/" + path, ""), ("/sessions", ""),
+        ):  # fmt: skip
+            reply = await server.post(where, body, key=key)
+            assert (reply.status, reply.json["error"]["code"]) == (401, "invalid_api_key"), where
+        assert (await server.post(path, body, key="right")).status == 200
+        assert (await server.post(session.path + path, body, x_api_key=session.key)).status == 200
+
+    served(work, key="right")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "king", "content": ""}]}, 400, "messages[0]"),
+        ("/v1/chat/completions", {"messages": [{**ASK, "content": [{"type": "image_url"}]}]}, 400, "only text"),
+        ("/v1/chat/completions", {"messages": [ASK], "temperature": "hot"}, 400, "temperature"),
+        ("/v1/chat/completions", {"messages": [ASK], "temperature": -1}, 400, "temperature is -1"),
+        ("/v1/chat/completions", {"messages": [ASK], "top_p": 7}, 400, "top_p is 7"),
+        ("/v1/chat/completions", {"messages": [ASK], "n": 1000}, 400, "n is 1000"),
+        ("/v1/chat/completions", {"messages": [ASK], "presence_penalty": 1}, 400, "presence_penalty"),
+        ("/v1/chat/completions", {"messages": [ASK], "tool_choice": "required"}, 400, "tool_choice"),
+        ("/v1/chat/completions", {"messages": [ASK], "model": "../../etc/passwd"}, 404, "'tiny' only"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 3000}]}, 400, "leaves no room"),
+        ("/v1/completions", {"prompt": [99999]}, 400, "below"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, 400, "echo"),
+        ("/v1/../../etc/passwd", {}, 404, "no such endpoint"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_refused_in_the_form_of_openai(path: str, body: Any, status: int, words: str) -> None:
+    async def work(server: Served) -> None:
+        reply = await server.post(path, body)
+
+        assert reply.status == status
+        assert words in reply.json["error"]["message"]
+        assert set(reply.json["error"]) == {"message", "type", "param", "code"}
+        assert server.engine.requests == []
+
+    served(work)
+
+
+@pytest.mark.parametrize(
+    ("head", "body", "status"),
+    [
+        (b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 9999\r\n\r\n", b"", 413),
+        (b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 1x\r\n\r\n", b"", 400),
+        (b"POST /v1/chat/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", b"", 411),
+        (b"nonsense\r\n\r\n", b"", 400),
+        (b"POST / HTTP/1.1\r\nno colon\r\n\r\n", b"", 400),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"", 431),
+        (b"GET /v1/chat/completions HTTP/1.1\r\n\r\n", b"", 405),
+        (b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n", b"{}", 415),
+        (b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n", b"[]", 400),
+    ],
+)  # fmt: skip
+def test_what_is_no_request_is_refused(head: bytes, body: bytes, status: int) -> None:
+    async def work(server: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(head + body)
+        first = await reader.readline()
+        writer.close()
+
+        assert int(first.split()[1]) == status
+
+    served(work, limits=HttpLimits(body_bytes=1000))
+
+
+def test_one_connection_serves_several_requests_also_when_they_are_sent_ahead() -> None:
+    async def work(server: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        body = json.dumps({"messages": [ASK]}).encode()
+        head = head_of("POST", "/v1/chat/completions", body).replace(b"Connection: close\r\n", b"")
+        writer.write((head + body) * 2)
+        for _ in range(2):
+            answer = await reader.readuntil(b"\r\n\r\n")
+            size = int(answer.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            assert json.loads(await reader.readexactly(size))["choices"][0]["message"]["content"] == "four"
+        writer.close()
+
+    served(work)
+
+
+def test_a_page_of_another_site_cannot_reach_a_server_without_a_key() -> None:
+    async def work(server: Served) -> None:
+        server.gateway._host_names = frozenset({"127.0.0.1", "localhost"})
+
+        assert (await server.send("GET", "/v1/models", Host="evil.example")).status == 421
+        assert (await server.send("GET", "/v1/models")).json["data"][0]["id"] == "tiny"
+        assert (await server.send("GET", "/v1/models/tiny")).json["id"] == "tiny"
+        assert (await server.send("GET", "/v1/models/other")).status == 404
+
+    served(work)
+
+
+def test_completions_echo_the_prompt_with_its_log_probs() -> None:
+    async def work(server: Served) -> None:
+        tokens = encoded(TOKENIZER, "1+1=")
+        body = {"model": "tiny", "prompt": [tokens, tokens], "max_tokens": 1, "logprobs": 1, "echo": True}
+        reply = await server.post("/v1/completions", {**body, "temperature": 0, "seed": 1234})
+
+        assert [choice["index"] for choice in reply.json["choices"]] == [0, 1]
+        choice = reply.json["choices"][1]
+        assert choice["text"] == "1+1=f"
+        marks = choice["logprobs"]
+        assert marks["tokens"] == [*"1+1=f"]
+        assert marks["token_logprobs"] == [None, -1, -2, -3, -0.5]
+        assert marks["top_logprobs"] == [None, {"+": -1}, {"1": -2}, {"=": -3}, {"f": -0.5}]
+        assert marks["text_offset"] == [0, 1, 2, 3, 4]
+
+    served(work)
+
+
+def test_completions_of_text_stream_and_score_alone() -> None:
+    async def work(server: Served) -> None:
+        reply = await server.post("/v1/completions", {"prompt": "1+1=", "stream": True})
+        assert "".join(event["choices"][0]["text"] for event in reply.events[:-1]) == "four"
+        scored = await server.post("/v1/completions", {"prompt": "1+1", "max_tokens": 0, "echo": True, "logprobs": 0})
+        assert scored.json["choices"][0]["logprobs"]["token_logprobs"] == [None, -1, -2]
+        assert len(server.engine.requests) == 1
+
+    served(work)
+
+
+def test_an_engine_that_fails_ends_all_requests_with_its_reason() -> None:
+    async def work(server: Served) -> None:
+        reply = await server.chat(None, [ASK])
+
+        assert (reply.status, reply.json["error"]["type"]) == (503, "server_error")
+        assert "out of ideas" in reply.json["error"]["message"]
+        assert (await server.chat(None, [ASK])).status == 503
+        assert server.engine.closed
+
+    def script(prompt: str) -> str:
+        raise RuntimeError("out of ideas")
+
+    served(work, script)
+
+
+def test_messages_are_answered_in_the_form_of_anthropic() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+    async def work(server: Served) -> None:
+        session = server.gateway.open_session()
+        tool = {"name": "add", "description": "", "input_schema": {"type": "object"}}
+        body: dict[str, Any] = {"max_tokens": 99, "system": "short", "messages": [ASK], "tools": [tool]}
+        first = await server.post(f"{session.path}/v1/messages", body, x_api_key=session.key)
+        assert (first.json["stop_reason"], first.json["usage"]["output_tokens"]) == ("tool_use", len(call) + 1)
+        (use,) = first.json["content"]
+        assert (use["type"], use["name"], use["input"]) == ("tool_use", "add", {"a": 1})
+        result = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "2"}]}
+        body["messages"] += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+
+        second = await server.post(f"{session.path}/v1/messages", {**body, "stream": True}, x_api_key=session.key)
+
+        assert [each["type"] for each in second.events] == [
+            "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
+            "message_stop",
+        ]  # fmt: skip
+        assert second.events[2]["delta"] == {"type": "text_delta", "text": "done"}
+        record = await server.gateway.close_session(session.id)
+        assert [branch.turns for branch in record.branches] == [(0, 1)]
+        wrong = await server.post("/v1/messages", {"messages": [ASK]})
+        assert (wrong.status, wrong.json["type"], wrong.json["error"]["type"]) == (
+            400,
+            "error",
+            "invalid_request_error",
+        )
+
+    served(work, lambda prompt: "done" if "tool_response" in prompt else call)
