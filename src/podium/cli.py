@@ -23,6 +23,7 @@ from podium.commands.init import init
 from podium.commands.plan import plan
 from podium.commands.replay import replay
 from podium.commands.report import report
+from podium.commands.serve import serve
 from podium.commands.trace import trace
 from podium.commands.try_recipe import try_recipe
 from podium.commands.ui import ui
@@ -202,6 +203,7 @@ app.command()(plan)
 app.command()(ui)
 app.command()(report)
 app.command()(generate)
+app.command()(serve)
 
 
 @app.command()

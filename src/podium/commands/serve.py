@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`podium serve`: an OpenAI-compatible server of a model, or of a run's checkpoint."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from podium import api
+from podium.generating import generating_folder, section_of
+from podium.recipe import ModelSection, RolloutSection
+from podium.runs.folder import is_pipeline_folder
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="Folder of a Hugging Face checkpoint, a hub id, or a run's folder.", metavar="MODEL")
+    ],
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Others than this machine's own need the key that is printed.")
+    ] = "127.0.0.1",
+    api_key: Annotated[
+        str | None, typer.Option(help="Key that clients must send. Other users of this machine can see it: --key-file.")
+    ] = None,
+    key_file: Annotated[Path | None, typer.Option(help="File that holds the key.")] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; default: its folder's.")] = None,
+    step: Annotated[int | None, typer.Option(help="Of a run: checkpoint to serve; default: the newest.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Of a run: the best checkpoint.")] = False,
+    stage: Annotated[str | None, typer.Option(help="Of a pipeline: the stage; default: the last.")] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option()] = "auto",
+    engine: Annotated[Literal["native", "vllm"], typer.Option()] = "native",
+    memory_gib: Annotated[
+        float | None, typer.Option(help="For keys and values; default: see docs/generating.md.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(help="Prompt and answer; default: the model's context, at most 32768.")
+    ] = None,
+    max_running: Annotated[int | None, typer.Option(help="Answers generated at the same time.")] = None,
+    request_seconds: Annotated[float, typer.Option(help="Longest time for one request.", min=1, max=86400)] = 600.0,
+    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub id, when MODEL has none.")] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file to use instead of the tokenizer's.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
+) -> None:
+    """Serve a model or a run's newest checkpoint over HTTP, for clients of OpenAI's API."""
+    from podium.gateway.http import HttpLimits
+    from podium.serving import ServingJob, serving_key
+    from podium.serving import serve as serve_job
+
+    if best and step is not None:
+        raise typer.BadParameter("give --best or --step, not both")
+    key = serving_key(api_key, key_file, host)
+    rollout = section_of(
+        RolloutSection, engine=engine, memory_gib=memory_gib, max_length=max_length, max_running=max_running
+    )
+    with ExitStack() as stack:
+        path, label = model, name or Path(model).resolve().name
+        if _is_run(Path(model)):
+            path = stack.enter_context(tempfile.TemporaryDirectory(prefix="podium-serve-")) + "/model"
+            which: Literal["best", "last"] | int = "best" if best else "last" if step is None else step
+            done = api.export(model, path, which=which, stage=stage)
+            typer.echo(f"step {done} of {model}")
+        elif best or step is not None or stage is not None:
+            raise typer.BadParameter(f"--step, --best and --stage are of a run, and {model} is none")
+        folder = generating_folder(path, needs_tokenizer=tokenizer is None)
+        section = section_of(
+            ModelSection,
+            path=str(folder),
+            tokenizer=tokenizer,
+            chat_template=None if chat_template is None else str(chat_template),
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
+        job = ServingJob(
+            model=section, name=label, rollout=rollout, device=device, host=host, port=port, key=key,
+            shows_key=api_key is None and key_file is None, limits=HttpLimits(request_s=request_seconds),
+        )  # fmt: skip
+        serve_job(job, typer.echo)
+
+
+def _is_run(path: Path) -> bool:
+    return is_pipeline_folder(path) or (path / "recipe.yaml").is_file()
