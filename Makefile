@@ -24,8 +24,8 @@ demo: $(INSTALLED)  ## teach a tiny model sums by imitation, then by reinforceme
 	$(BIN)/podium export demo/runs/arithmetic demo/export --stage sft  # what the recipes in examples/methods begin with
 	$(BIN)/python examples/arithmetic/summary.py demo/runs/arithmetic/sft demo/runs/arithmetic/grpo
 
-FAST := not slow and not gpu and not verl and not trl and not trackers and not environments and not browser
-SLOW := slow and not soak and not gpu and not trl and not trackers and not environments and not jobs
+FAST := not slow and not gpu and not verl and not trl and not trackers and not environments and not browser and not clients
+SLOW := slow and not soak and not gpu and not trl and not trackers and not environments and not jobs and not clients
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Also where PYTHONDONTWRITEBYTECODE is set: the tests start hundreds of processes, and each would compile Podium again.
@@ -214,3 +214,19 @@ $(ENVIRONMENTS_INSTALLED): tests/field_environments/requirements.txt constraints
 
 test-environments: $(ENVIRONMENTS_INSTALLED)  ## environments of other packages, with the real packages
 	$(ENVIRONMENTS_VENV)/bin/python -m pytest -q -m environments tests/field_environments
+
+CLIENTS_VENV ?= .venv-clients
+CLIENTS_INSTALLED := $(CLIENTS_VENV)/.installed
+
+.PHONY: install-clients test-clients
+
+install-clients: $(CLIENTS_INSTALLED)  ## an environment of its own, with the clients of OpenAI and Anthropic and lm-eval
+
+$(CLIENTS_INSTALLED): tests/clients/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/clients/requirements.txt
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-clients: $(CLIENTS_INSTALLED)  ## the gateway with real clients, unchanged from PyPI
+	$(CLIENTS_VENV)/bin/python -m pytest -q -m clients tests/clients
