@@ -220,7 +220,7 @@ CLIENTS_INSTALLED := $(CLIENTS_VENV)/.installed
 
 .PHONY: install-clients test-clients
 
-install-clients: $(CLIENTS_INSTALLED)  ## an environment of its own, with the clients of OpenAI and Anthropic and lm-eval
+install-clients: $(CLIENTS_INSTALLED)  ## an environment of its own, with the clients of OpenAI and Anthropic
 
 $(CLIENTS_INSTALLED): tests/clients/requirements.txt constraints.txt
 	$(PYTHON) -m venv $(CLIENTS_VENV)

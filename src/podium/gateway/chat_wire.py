@@ -60,9 +60,10 @@ def refuse_unsupported(body: Mapping[str, Any], unsupported: Mapping[str, Sequen
 def sampling_wish(body: Mapping[str, Any], *, max_tokens: Sequence[str]) -> SamplingWish:
     """The keys about sampling. `max_tokens`: names of the longest answer, the first one given counts."""
     stop = body.get("stop")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if not all(isinstance(text, str) for text in stops) or len(stops) > 16:
-        raise RequestRefusedError(400, "stop must be a string, or a list of up to 16 strings.", param="stop")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else ()
+    stops = tuple(text for text in stops if text is not None)
+    if (stop is not None and not isinstance(stop, str | list)) or not all(isinstance(each, str) for each in stops):
+        raise RequestRefusedError(400, "stop must be a string, or a list of strings.", param="stop")
     bias = body.get("logit_bias") or {}
     try:
         biases = tuple((int(token), float(value)) for token, value in bias.items())

@@ -219,6 +219,8 @@ def test_keys_are_needed_where_there_are_some() -> None:
         ("/v1/chat/completions", {"messages": [ASK], "temperature": -1}, 400, "temperature is -1"),
         ("/v1/chat/completions", {"messages": [ASK], "top_p": 7}, 400, "top_p is 7"),
         ("/v1/chat/completions", {"messages": [ASK], "n": 1000}, 400, "n is 1000"),
+        ("/v1/chat/completions", {"messages": [ASK], "stop": 7}, 400, "stop must be"),
+        ("/v1/chat/completions", {"messages": [ASK], "stop": [None, 7]}, 400, "stop must be"),
         ("/v1/chat/completions", {"messages": [ASK], "presence_penalty": 1}, 400, "presence_penalty"),
         ("/v1/chat/completions", {"messages": [ASK], "tool_choice": "required"}, 400, "tool_choice"),
         ("/v1/chat/completions", {"messages": [ASK], "model": "../../etc/passwd"}, 404, "'tiny' only"),
