@@ -327,6 +327,6 @@ def readable(render: Callable[[], Any]) -> Any:
 
 
 def _retrieved(task: asyncio.Task[ChatAnswer]) -> None:
-    """Whoever waits gets the exception; if all have left, nobody must be told."""
+    """Every client that waits gets the exception. If all have left, it is not reported."""
     if not task.cancelled():
         task.exception()
