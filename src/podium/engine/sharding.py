@@ -24,6 +24,7 @@ from podium.models.context_plan import require_context_type
 from podium.models.expert_axis import ExpertGroups
 from podium.models.expert_parallel import divide_experts
 from podium.models.expert_plan import KEY as EXPERTS_KEY
+from podium.models.expert_plan import num_experts
 from podium.models.fp8 import require_fp8, require_undivided, use_fp8
 from podium.models.lora import HEAD, adapter_source, require_adapter_of, shapes_of_adapter
 from podium.models.new_tokens import with_new_tokens
@@ -70,9 +71,10 @@ def place(
     model = build(section, config, device=torch.device("meta"), dtype=dtype)
     adapter_shapes = shapes_of_adapter(model.hf)
     everything = _spread(model, section, mesh, dtype, masters=masters)
-    if masters and mesh.experts is not None and model.split is None:  # `check` has not seen a model of the hub
+    is_dense = not num_experts(config.get_text_config().to_dict())
+    if masters and mesh.experts is not None and is_dense:  # `check` has not seen a model of the hub
         raise ModelError(
-            f"{EXPERTS_KEY}: {mesh.experts.size} is for mixtures, and {section.path} has no experts. Remove it."
+            f"{EXPERTS_KEY}: {mesh.experts.num_exchange} is for mixtures, and {section.path} has no experts. Remove it."
         )
     restore_buffers(model.hf)
     saved, padded = _saved(section, everything), padded_parameters(model)

@@ -15,7 +15,7 @@ from helpers.recipes import make_recipe
 from podium.checks import problems_of
 from podium.engine.sharding import place
 from podium.errors import ModelError, PlacementError, RecipeError
-from podium.models.expert_axis import ExpertAxis
+from podium.models.expert_axis import ExpertAxis, ExpertGroups
 from podium.models.expert_plan import nearest, num_experts
 from podium.recipe import ModelSection
 from podium.recipe.policy_mesh import MeshSizes, with_experts
@@ -67,7 +67,8 @@ def test_dense_models_and_other_architectures_are_refused_by_name(tmp_path: Path
 def test_a_dense_model_that_check_has_not_seen_is_refused_when_it_is_placed(tiny_folder: Path) -> None:
     """One of the hub. A dense model that is not trained may stand beside a mixture."""
     group: Any = None
-    mesh, section = replace(one_rank(), experts=ExpertAxis(group=group, rank=0, size=2)), ModelSection(path="a/b")
+    axis = ExpertAxis(group=group, rank=0, size=2)
+    mesh, section = replace(one_rank(), experts=ExpertGroups(holders=axis, exchange=axis)), ModelSection(path="a/b")
     with pytest.raises(ModelError, match=r"placement\.experts: 2 is for mixtures, and a/b has no experts"):
         place(section, tiny_folder, mesh, seed=0)
     place(section, tiny_folder, mesh, seed=0, masters=False)

@@ -67,7 +67,7 @@ POLICY = UPDATE | {
 }
 ALGORITHM: dict[str, set[str]] = {
     "sft": {"loss"},
-    "grpo": POLICY | {"overlong", "advantage", "gamma", "dynamic_sampling", "max_refills"},
+    "grpo": POLICY | {"overlong", "advantage", "gamma", "credit", "turn_discount", "dynamic_sampling", "max_refills"},
     "ppo": POLICY | {"overlong", "gamma", "lam"},
     "on_policy_distill": POLICY,
     "expert_iteration": UPDATE | {"overlong", "keep_per_prompt"},
