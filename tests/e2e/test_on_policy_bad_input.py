@@ -250,7 +250,7 @@ def test_a_prompt_that_is_too_long_is_left_out_and_counted_or_refused(workspace:
         ({"verifier": "exactly"}, ("reward.0.verifier", "exact_match")),
         ({"verifier": "regex"}, ("reward.0.options", "pattern")),
         ({"model": "./no/model"}, ("reward.0.model: ", "./no/model")),
-        ({}, ("reward.0: ", "function, verifier and model")),
+        ({}, ("reward.0: ", "function, verifier, model and judge")),
     ],
 )
 def test_a_reward_that_is_unavailable_is_found_before_anything_starts(

@@ -16,6 +16,7 @@ SPEAKS = {
     ("roles/handles.py", "PHASE_S"): "workers that do not advance are ended, and controller/watching.py speaks",
     ("roles/scorer.py", "_SAVING_S"): "engine/checkpoint.py warns every minute",
     ("recipe/schema.py", "timeout_s"): "of checkpoint: engine/checkpoint.py warns every minute",
+    ("environments/rewards.py", "_JUDGING_S"): "each judgement has a deadline, and controller/watching.py speaks",
     ("spmd/on_ray.py", "_RUN_S"): "a whole run, whose console is followed",
     ("cluster/cluster.py", "_FOREVER_S"): "a debugger: only where deadlines are switched off",
     ("controller/simulation/controlled.py", "_FOREVER_S"): "on a virtual clock",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from podium.data.masks import Tools
 from podium.gateway.chat import ChatAnswer, ChatCall, ChatChoice, SamplingWish
 from podium.gateway.conversation import Conversations, rendered_form
 from podium.gateway.refusal import RequestRefusedError
+from podium.observe.timing import wall_clock_s
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_CHOICES, _MOST_MESSAGES = 64, 10_000
@@ -247,4 +247,4 @@ def _logprobs(choice: ChatChoice, conversations: Conversations) -> dict[str, Any
 
 
 def _frame(kind: str, model: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
+    return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(wall_clock_s()), "model": model}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from podium.gateway.chat import SamplingWish, readable
 from podium.gateway.chat_wire import event, refuse_unsupported, sampling_wish
 from podium.gateway.conversation import Conversations, as_tokens
 from podium.gateway.refusal import RequestRefusedError
+from podium.observe.timing import wall_clock_s
 from podium.rollout.engine import TokenScores
 from podium.rollout.requests import Completion
 
@@ -80,8 +80,11 @@ def completion_response(
 def completion_frame(model: str) -> dict[str, Any]:
     """What every response and chunk begins with."""
     return {
-        "id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time()), "model": model,
-    }  # fmt: skip
+        "id": f"cmpl-{secrets.token_hex(12)}",
+        "object": "text_completion",
+        "created": int(wall_clock_s()),
+        "model": model,
+    }
 
 
 class CompletionChunks:

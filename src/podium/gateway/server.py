@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -19,6 +18,7 @@ from podium.gateway.completing import complete
 from podium.gateway.completions_wire import CompletionChunks, completion_call, completion_response
 from podium.gateway.http import HttpAnswer, HttpRequest
 from podium.gateway.refusal import RequestRefusedError
+from podium.observe.timing import wall_clock_s
 
 T = TypeVar("T")
 _MOST_SESSIONS = 100_000
@@ -47,7 +47,7 @@ class Gateway:
         answered, so that a page of another site cannot reach a server without a key; None: all."""
         self.service, self._key, self._host_names = service, key, host_names
         self._sessions: dict[str, tuple[SessionAccess, ChatSession]] = {}
-        self._began = int(time.time())
+        self._began = int(wall_clock_s())
 
     def open_session(self, settings: SessionSettings | None = None) -> SessionAccess:
         """A new session with a key of its own."""

@@ -99,8 +99,8 @@ def test_vllm_copies_key_value_heads_and_divides_more_architectures(tmp_path: Pa
 
 
 def test_the_native_engine_refuses_architectures_that_it_does_not_divide(tmp_path: Path) -> None:
-    (problem,) = problems(tmp_path / "model", "placement.generator={tensor: 2}", model_type="qwen3_moe")
-    assert "qwen3_moe is not among the architectures" in problem
+    (problem,) = problems(tmp_path / "model", "placement.generator={tensor: 2}", model_type="phimoe")
+    assert "phimoe is not among the architectures" in problem
     assert "rollout.engine vllm" in problem
 
 

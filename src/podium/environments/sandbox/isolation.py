@@ -128,9 +128,12 @@ def arguments(
     if block_fd is not None:  # to leave root, which is the first that the program inside does
         line += ["--userns-block-fd", str(block_fd), "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     visible = (*_SYSTEM, *_OF_ETC, *python.folders, *paths)
+    line += _own_folder("/tmp", tmp_bytes)  # first: an interpreter may be in the machine's /tmp
     # bwrap would make the folders on the way for root only.
-    for folder in dict.fromkeys(each for name in (*visible, f"{CODE_ROOT}/{INSIDE}") for each in _ancestors(name)):
-        line += ["--perms", "0755", "--dir", folder]
+    on_the_way = dict.fromkeys(each for name in (*visible, f"{CODE_ROOT}/{INSIDE}") for each in _ancestors(name))
+    for folder in on_the_way:
+        if folder != "/tmp":
+            line += ["--perms", "0755", "--dir", folder]
     for name in visible:
         line += ["--ro-bind-try", name, name]
     for link in _ROOT_LINKS:
@@ -140,9 +143,13 @@ def arguments(
             line += ["--ro-bind-try", link, link]
     code = Path(__file__).parent / "inside"
     line += ["--ro-bind", str(code), f"{CODE_ROOT}/{INSIDE}", "--proc", "/proc", "--dev", "/dev"]
-    for folder in ("/dev/shm", "/tmp"):
-        line += ["--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", folder]
+    line += _own_folder("/dev/shm", tmp_bytes)
     line += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
     for name, value in ENVIRONMENT.items():
         line += ["--setenv", name, value]
     return [*line, "--", *python.arguments, "-c", MAIN.format(root=CODE_ROOT, control=control_fd)]
+
+
+def _own_folder(folder: str, num_bytes: int) -> list[str]:
+    """Empty, writable and of limited size."""
+    return ["--perms", "1777", "--size", str(num_bytes), "--tmpfs", folder]
