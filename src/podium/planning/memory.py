@@ -230,7 +230,7 @@ class _Needs:
         kept = [term for term in state if not (away and term in offloadable)]
         beside = [] if away else [*frozen, *critic]
         size = recipe.placement.generator_tensor
-        own = [MemoryTerm(name="weights", num_bytes=self._shape.num_parameters * self._itemsize // size)]
+        own = [MemoryTerm(name="weights", num_bytes=self._whole.num_parameters * self._itemsize // size)]
         sleeps = bool(leaving & {"generator", LENT})
         phases: list[PhaseMemory] = []
         cache_while_learning: list[MemoryTerm] = []
@@ -330,21 +330,22 @@ class _Needs:
         context = CONTEXT_BYTES[self._device.kind]
         workers = 1 if self._cuda else recipe.placement.devices
         free = self._device.memory_bytes // workers - context - sum(term.num_bytes for term in held)
-        token_bytes = self._shape.cache_elements * self._itemsize // parts
+        shape = self._whole  # generators do not divide what the learners do
+        token_bytes = shape.cache_elements * self._itemsize // parts
         section = recipe.rollout.model_copy(update={"max_length": longest_sequence(recipe)}) if (
             recipe.data.max_length is not None
         ) else recipe.rollout  # fmt: skip
         try:
             sizes = choose_sizes(
-                section, context=self._shape.context, token_bytes=token_bytes, cuda=self._cuda, free_bytes=max(free, 0)
+                section, context=shape.context, token_bytes=token_bytes, cuda=self._cuda, free_bytes=max(free, 0)
             )
             size = (sizes.num_blocks + (0 if sizes.slots else 1)) * sizes.block_size * token_bytes
             self._engines.append(sizes)
         except RolloutError:  # nothing is left for it: one sequence is the least that generates
-            size = min(section.max_length or self._shape.context, self._shape.context) * token_bytes
+            size = min(section.max_length or shape.context, shape.context) * token_bytes
             self._engines.append(None)
         running = recipe.rollout.max_running or (256 if self._cuda else 64)
-        logits = MemoryTerm(name="logits", num_bytes=2 * running * self._shape.vocab_rows * 4)
+        logits = MemoryTerm(name="logits", num_bytes=2 * running * shape.vocab_rows * 4)
         return [*held, MemoryTerm(name="KV cache", num_bytes=size), logits]
 
     def _frozen_models(self) -> list[MemoryTerm]:
@@ -380,7 +381,7 @@ class _Needs:
             return []
         path = recipe.critic_section.path
         section = recipe.model if path is None else recipe.model.for_checkpoint(path)
-        state = self._state(shape_of(section, key="critic.path").with_labels(1))
+        state = self._state(divided(shape_of(section, key="critic.path").with_labels(1), self._tensor))
         return [MemoryTerm(name="critic", num_bytes=sum(term.num_bytes for term in state))]
 
     def _phase(self, name: str, place: Place, terms: Sequence[MemoryTerm], workers: int) -> PhaseMemory:

@@ -334,6 +334,34 @@ def test_learners_hold_their_part_of_the_model_by_the_axes_of_the_policy(tmp_pat
     assert whole == pytest.approx(4 * four, rel=1e-3)
 
 
+def test_generators_hold_whole_weights_and_heads_beside_learners_that_divide_them(tmp_path: Path) -> None:
+    folder, h100 = folder_of(QWEN, tmp_path), device_named("H100")
+
+    def phases(*changes: str) -> tuple[memory.PhaseMemory, ...]:
+        return memory_of(grpo(folder, "placement.devices=2", *changes), h100).phases
+
+    rollout, update = phases("placement.policy={tensor: 2}")
+    alone, _ = phases()
+    assert rollout.of("weight copies") == 2 * 596_049_920
+    assert rollout.of("KV cache") == alone.of("KV cache")
+    assert rollout.of("logits") == alone.of("logits")
+    assert update.of("optimizer moments") == pytest.approx(4 * 596_049_920, rel=1e-3)
+
+    own, _ = phases("placement.devices=3", "placement.layout=split", "placement.policy={tensor: 2}")
+    assert own.of("weights") == 2 * 596_049_920
+
+
+def test_a_critic_is_divided_like_the_policy(tmp_path: Path) -> None:
+    folder, h100 = folder_of({**QWEN, "tie_word_embeddings": False}, tmp_path), device_named("H100")
+
+    def critic(policy: str) -> int:
+        values = ("program=ppo", "critic={lr: 1e-6}", "placement.devices=2", f"placement.policy={policy}")
+        rollout = memory_of(grpo(folder, *values), h100).phases[-1]
+        return rollout.of("critic")
+
+    assert critic("{tensor: 2}") == pytest.approx(critic("{shard: 2}"), rel=1e-3)
+
+
 @pytest.mark.parametrize("layout", ["split", "elastic"])
 def test_both_sides_of_a_split_share_the_memory_of_a_cpu_machine(tmp_path: Path, layout: str) -> None:
     folder = save_tiny_model("qwen3", tmp_path)
