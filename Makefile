@@ -55,7 +55,7 @@ AGAIN := --last-failed --last-failed-no-failures none
 PARALLEL_CACHE := .pytest_cache/slow-parallel
 SERIAL_CACHE := .pytest_cache/slow-serial
 SLOW_PARALLEL := --timeout 600 --durations=30 -o cache_dir=$(PARALLEL_CACHE) -m "$(SLOW) and not serial"
-SLOW_SERIAL := --durations=30 -o cache_dir=$(SERIAL_CACHE) -m "$(SLOW) and serial"
+SLOW_SERIAL := --timeout 600 --durations=30 -o cache_dir=$(SERIAL_CACHE) -m "$(SLOW) and serial"
 # How a part ended: only failed tests (pytest's exit code 1) are tried again.
 NOTE_END = && touch $(1)/passed || { code=$$?; test $$code != 1 || touch $(1)/failed; exit $$code; }
 # What failed in an earlier run is forgotten: a test over its time ends pytest with code 1 before it notes what failed.
@@ -63,7 +63,7 @@ BEGIN = mkdir -p $(1)-end && rm -f $(1)-end/passed $(1)-end/failed $(1)/v/cache/
 PARALLEL_END := $(PARALLEL_CACHE)-end
 SERIAL_END := $(SERIAL_CACHE)-end
 
-test-slow-parallel: $(INSTALLED)  ## beside the serial ones, with twice the usual time for a test
+test-slow-parallel: $(INSTALLED)  ## beside the serial ones; both have twice the usual time for a test
 	@$(call BEGIN,$(PARALLEL_CACHE))
 	$(BIN)/python -m pytest -q $(SLOW_PARALLEL) $(SLOW_LIMIT) $(call NOTE_END,$(PARALLEL_END))
 
