@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -388,6 +389,17 @@ def run_of(folder: Path, name: str, **placement: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def held_reward(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A file, and the part of a recipe whose reward waits while that file exists."""
+    hold = folder / "hold"
+    (folder / "held.py").write_text(
+        "import pathlib, time\n\n\ndef digits(answer, **_):\n"
+        f"    while pathlib.Path({str(hold)!r}).exists():\n        time.sleep(0.05)\n"
+        "    return sum(character.isdigit() for character in answer) / 10\n"
+    )
+    return hold, {"reward": [{"function": "held.py:digits"}], "grading": {"workers": 1, "timeout_s": 120.0}}
+
+
 def started_workers() -> list[Workers]:
     """Workers that have started since, as they start."""
     started: list[Workers] = []
@@ -408,14 +420,7 @@ def membership(folder: Path) -> dict[str, float]:
     from podium.runs.events import membership_changes, recoveries
 
     make_task(folder)
-    hold = folder / "hold"
-    (folder / "held.py").write_text(
-        "import pathlib, time\n\n\ndef digits(answer, **_):\n"
-        f"    while pathlib.Path({str(hold)!r}).exists():\n        time.sleep(0.05)\n"
-        "    return sum(character.isdigit() for character in answer) / 10\n"
-    )
-
-    held = {"reward": [{"function": "held.py:digits"}], "grading": {"workers": 1, "timeout_s": 120.0}}
+    hold, held = held_reward(folder)
     expected = fingerprint(train(run_of(folder, "alone", launcher="inline") | held, folder), step=8)
     measured: dict[str, float] = {}
     with nodes_of(2, settings=ATTENTIVE, shutdown_at_exit=False) as nodes:
@@ -511,21 +516,27 @@ def joined_attach(folder: Path) -> dict[str, float]:
     from podium.runs.events import recoveries
 
     make_task(folder)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(run_of(folder, "joined", launcher="ray", devices=2)))
+    hold, held = held_reward(folder)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(run_of(folder, "joined", launcher="ray", devices=2) | held))
     run, measured = folder / "runs" / "joined", dict[str, float]()
     with nodes_of(1, settings=ATTENTIVE, shutdown_at_exit=False) as nodes:
         add_node(nodes, 1)
         os.environ["RAY_ADDRESS"] = nodes.address
-        expected = fingerprint(train(run_of(folder, "undisturbed", launcher="ray", devices=2), folder), step=8)
+        expected = fingerprint(train(run_of(folder, "undisturbed", launcher="ray", devices=2) | held, folder), step=8)
         ray.init(address=nodes.address, namespace="podium-test", logging_level="ERROR")
         command = [sys.executable, "-m", "podium", "train", "recipe.yaml"]
         process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL)
         try:
             wait_until(lambda: _num_steps(run) >= 2, "two steps", deadline_s=120)
             before = _worker_pids()
+            # While it waits for a reward: a call that has reached one of two learners only would end both.
+            hold.touch()
+            wait_until(partial(_has_no_step_for, run, 5.0), "the wait for a reward", deadline_s=120)
             (controller,) = [pid for pid in children(process.pid) if command_of(pid) == command_of(process.pid)]
             os.kill(controller, signal.SIGKILL)
-            wait_until(lambda: _num_steps(run) >= 4, "steps of the next controller", deadline_s=120)
+            steps = _num_steps(run)
+            hold.unlink()
+            wait_until(lambda: _num_steps(run) >= steps + 2, "steps of the next controller", deadline_s=120)
             assert _worker_pids() == before != set()
             assert process.wait(120) == 0
         finally:
@@ -546,6 +557,10 @@ def joined_attach(folder: Path) -> dict[str, float]:
 def _num_steps(run: Path) -> int:
     file = run / "metrics.jsonl"
     return len(file.read_bytes().splitlines()) if file.is_file() else 0
+
+
+def _has_no_step_for(run: Path, seconds: float) -> bool:
+    return time.time() - (run / "metrics.jsonl").stat().st_mtime > seconds
 
 
 def _worker_pids() -> set[int]:
