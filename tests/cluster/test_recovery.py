@@ -242,9 +242,10 @@ def test_learners_of_which_one_hangs_are_replaced_and_the_stacks_of_all_are_kept
     assert "The stacks of all processes are in" in console
 
 
-def test_a_generator_that_hangs_is_replaced_while_the_others_generate(
+def test_nemo_rl_3470_a_generator_that_hangs_is_replaced_while_the_others_generate(
     task: Path, undisturbed: dict[str, dict[str, Any]], local_ray: None, hanging_roles: None
 ) -> None:
+    """There, what waited for an endpoint that was gone was waited for without a limit, and nothing said so."""
     expected = _expected(undisturbed, "grpo", task)
     hang_file(task / "model", "generator[1]").touch()
 

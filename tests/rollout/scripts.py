@@ -28,10 +28,11 @@ class Script:
     sizes: Mapping[str, int] = field(default_factory=dict)
 
 
-def section_of(script: Script, ranks: int) -> RolloutSection:
-    """The same number of tokens fits the cache for any number of ranks."""
+def section_of(script: Script, ranks: int, *, entry: int = 1) -> RolloutSection:
+    """The same number of tokens fits the cache for any number of ranks. `entry`: how many times that of a tiny Llama a
+    token takes in the cache."""
     return RolloutSection(
-        max_length=128, max_running=script.max_running, memory_gib=script.cache_kib / 2**20 / ranks,
+        max_length=128, max_running=script.max_running, memory_gib=entry * script.cache_kib / 2**20 / ranks,
         **script.sizes,  # type: ignore[arg-type]
     )  # fmt: skip
 

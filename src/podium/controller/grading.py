@@ -16,7 +16,7 @@ from podium.environments.grading import overlong_penalty
 from podium.environments.rewards import reward_names
 from podium.errors import RewardError, RolloutError
 from podium.recipe import GradingSection, OnPolicyRecipe
-from podium.roles.carriers import Floats
+from podium.roles.carriers import UNANSWERED, Floats
 from podium.roles.grader import Purpose
 from podium.roles.grading_handle import GraderHandle, Rewarded
 from podium.roles.stages import GradedRollouts, Rollouts
@@ -101,7 +101,10 @@ def without_failed(
         )
     warn(f"{message}{everything.first_error}")
     if grading.on_error == "zero":
-        return failed_as_zero(everything, rows)
+        everything, rows = failed_as_zero(everything, rows)
+        if not rows:
+            return everything
+        failed_N = np.isin(np.arange(len(everything)), list(rows))
     bad = np.isin(everything.group_N, np.unique(everything.group_N[failed_N]))
     return replace(
         everything.take(np.flatnonzero(~bad)),
@@ -110,10 +113,13 @@ def without_failed(
     )
 
 
-def failed_as_zero(everything: GradedRollouts, rows: Collection[int]) -> GradedRollouts:
-    """Counts the rewards of these rows as 0."""
-    failed_N = np.isin(np.arange(len(everything)), list(rows))
-    return replace(everything, rewards_N=np.where(failed_N, 0.0, everything.rewards_N))
+def failed_as_zero(everything: GradedRollouts, rows: Collection[int]) -> tuple[GradedRollouts, Collection[int]]:
+    """Counts the rewards of these rows as 0, and returns those that remain without one: what the engine did not answer
+    is no episode, and as one of reward 0 it would shift the advantages of its group."""
+    finish_N = everything.rollouts.note.finish_N
+    left = [row for row in rows if finish_N[row] == UNANSWERED]
+    zero_N = np.isin(np.arange(len(everything)), sorted(set(rows) - set(left)))
+    return replace(everything, rewards_N=np.where(zero_N, 0.0, everything.rewards_N)), left
 
 
 def shaping(rollouts: Rollouts, recipe: OnPolicyRecipe) -> Floats:

@@ -470,7 +470,8 @@ class GroupFlow:
         recipe = self._parts.recipe
         graded, errors = sum_rewards(group.rollouts, group.rewarded(), group.scores or {}, recipe)
         if errors and recipe.grading.on_error == "zero":
-            graded, errors = failed_as_zero(graded, errors), {}
+            graded, failed = failed_as_zero(graded, errors)
+            errors = {row: errors[row] for row in failed}
         # A group without all its rewards is not replaced: that its reward fails is nothing about the prompt.
         self.tell(GroupGraded(group=number, is_uniform=not errors and bool(graded.uniform_N.all())))
 

@@ -42,6 +42,7 @@ _ENDS = {
     "length": "cut at rollout.max_new_tokens",
     "cancelled": "cancelled",
     "error": "failed",
+    "unanswered": "not answered by the engine",
     "done": "ended by the environment",
     "turns": "cut at environment.max_turns",
     "tokens": "cut at a limit of tokens (rollout.max_new_tokens of a turn, or environment.max_episode_tokens)",

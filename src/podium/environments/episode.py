@@ -39,7 +39,7 @@ from podium.environments.replay import ReplayPolicy
 from podium.environments.transcript import Transcript, TurnTokenizer
 from podium.errors import DataError, exception_text, type_phrase, with_place
 
-EpisodeFinish = Literal["done", "turns", "tokens", "error"]
+EpisodeFinish = Literal["done", "turns", "tokens", "error", "unanswered"]
 MakeEnvironment = Callable[[], Environment]
 
 
@@ -150,7 +150,7 @@ async def run_episode(
     try:
         finish, error = await running.play(), None
     except _EpisodeError as failure:
-        finish, error = "error", str(failure)
+        finish, error = failure.finish, str(failure)
     finally:
         await running.close()
     return running.over(finish, error)
@@ -221,6 +221,14 @@ def block_of(episodes: Sequence[Episode]) -> TrajectoryBlock:
 
 class _EpisodeError(Exception):
     """Why an episode cannot continue."""
+
+    finish: EpisodeFinish = "error"
+
+
+class _UnansweredError(_EpisodeError):
+    """The engine failed: nothing about the episode, so that it must not count as one of no reward."""
+
+    finish = "unanswered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -294,7 +302,7 @@ class _Running:
         return Episode(
             id=self._id,
             tokens_T=empty if arrays is None else arrays.tokens_T,
-            loss_mask_T=np.zeros_like(mask) if finish == "error" else mask,
+            loss_mask_T=mask if error is None else np.zeros_like(mask),
             behavior_logprobs_T=np.empty(0, np.float32) if arrays is None else arrays.behavior_logprobs_T,
             versions_T=empty if arrays is None else arrays.versions_T,
             experts=None if arrays is None else arrays.experts,
@@ -361,9 +369,9 @@ class _Running:
                 )
         if answer.finish in ("error", "cancelled"):
             why = f": {answer.error}" if answer.error else "."
-            raise _EpisodeError(f"the engine did not finish the answer of turn {number} ({answer.finish}){why}")
+            raise _UnansweredError(f"the engine did not finish the answer of turn {number} ({answer.finish}){why}")
         if len(answer.tokens_L) == 0:
-            raise _EpisodeError(f"the engine answered turn {number} with no token.")
+            raise _UnansweredError(f"the engine answered turn {number} with no token.")
         return answer
 
     async def _stepped(self, answer: TurnAnswer, number: int) -> _Checked:

@@ -202,7 +202,8 @@ class GradingSection(Section):
     on_error: Literal["drop_group", "zero", "fail"] = Field(
         "drop_group",
         description="When a reward raises, hangs or gives no finite number: leave the prompt's whole group out, count "
-        "the episode's reward as 0, or stop the run.",
+        "the episode's reward as 0, or stop the run. A group with an episode that the engine did not answer is left "
+        "out also with zero.",
     )
     max_failed_share: Real = Field(
         0.5, ge=0, le=1, description="The run stops when more than this share of a step's episodes failed."

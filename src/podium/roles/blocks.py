@@ -10,7 +10,7 @@ import numpy as np
 
 from podium.data.routed_experts import aligned, num_recorded
 from podium.data.trajectories import TrajectoryBlock, TrajectoryIds
-from podium.roles.carriers import FINISHES, EpisodeNote
+from podium.roles.carriers import FINISHES, UNANSWERED, EpisodeNote
 from podium.rollout.requests import Completion, PartialAnswer
 
 
@@ -43,7 +43,7 @@ def block_of(answers: Sequence[Completion]) -> tuple[TrajectoryBlock, EpisodeNot
         experts_TLK=aligned([(each.experts, len(each.prompt) + each.num_tokens) for each in answers]),
     )
     note = EpisodeNote(
-        finish_N=np.array([FINISHES.index(each.finish) for each in answers], np.int8),
+        finish_N=np.array([_finish_of(each) for each in answers], np.int8),
         sampled_N=sampled,
         trained_N=sampled,
         turns_N=np.ones(len(answers), np.int64),
@@ -55,6 +55,10 @@ def block_of(answers: Sequence[Completion]) -> tuple[TrajectoryBlock, EpisodeNot
         errors={row: each.error for row, each in enumerate(answers) if each.error is not None},
     )
     return block, note
+
+
+def _finish_of(answer: Completion) -> int:
+    return UNANSWERED if answer.finish == "error" else FINISHES.index(answer.finish)
 
 
 def sampled_so_far(block: TrajectoryBlock) -> dict[tuple[int, int], PartialAnswer]:

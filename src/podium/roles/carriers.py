@@ -25,10 +25,12 @@ Floats = NDArray[np.float64]
 Residency = Literal["active", "resident", "offloaded"]
 """State of a role on a worker in a phase: working, idle in device memory, or idle with its memory offloaded."""
 
-FINISHES = ("stop", "length", "cancelled", "error", "done", "turns", "tokens")
-"""How an episode ended: at a stop token, at the token limit of one answer, cancelled, or in error. Episodes of several
-turns: by the environment, at the turn limit, or at the token limit."""
+FINISHES = ("stop", "length", "cancelled", "error", "done", "turns", "tokens", "unanswered")
+"""How an episode ended: at a stop token, at the token limit of one answer, cancelled, in an error of its environment,
+or without an answer of the engine. Episodes of several turns: by the environment, at the turn limit, or at the token
+limit."""
 CANCELLED = FINISHES.index("cancelled")
+UNANSWERED = FINISHES.index("unanswered")
 TRUNCATED = tuple(FINISHES.index(each) for each in ("length", "cancelled", "turns", "tokens"))
 
 

@@ -12,7 +12,7 @@ import pytest
 from helpers.fake_roles import Bandit, answer_slowly
 from helpers.trials import Trial
 from podium.data.trajectories import TrajectoryId
-from podium.errors import RewardError
+from podium.errors import RewardError, RolloutError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -24,6 +24,10 @@ SLOW = 9  # a prompt of the third step or, generated early, of the second
 def slow_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps mix versions and orders of prompts."""
     answer_slowly(monkeypatch)
+
+
+def _unanswered(id: TrajectoryId) -> str | None:
+    return "the server is gone" if id == TrajectoryId(SLOW, 2) else None
 
 
 def _too_slow(id: TrajectoryId) -> str | None:
@@ -76,3 +80,34 @@ def test_a_slow_reward_costs_its_group_or_counts_as_zero(tmp_path: Path, on_erro
     assert {state == "consumed" for state, _ in episodes} == {on_error == "zero"}
     assert on_error == "drop_group" or {reward for _, reward in episodes} == {0.0}
     assert any("digits did not return" in warning for warning in trial.console.warnings)
+
+
+@pytest.mark.parametrize("on_error", ["zero", "drop_group"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_nemo_rl_3470_an_episode_that_the_engine_did_not_answer_is_none_of_reward_zero(
+    tmp_path: Path, staleness: int, on_error: str
+) -> None:
+    """There, every exception of generation became an empty episode of reward 0, which shifted the baseline of its group
+    and was reported nowhere. Here the group is left out, also where failed rewards count as 0."""
+    trial = Trial(
+        tmp_path, *SETTINGS, f"rollout.staleness={staleness}", f"grading.on_error={on_error}",
+        bandit=Bandit(spoils=_unanswered),
+    )  # fmt: skip
+    trial.run()
+
+    trained_on = {id.prompt_index for _, batch in trial.bandit.updates for id in batch.graded.rollouts.rows.ids}
+    assert trained_on == set(range(24)) - {SLOW}
+    assert sum(trial.metric("episodes/failed").values()) == 1
+    episodes = trial.episodes("sample, state, finish", f"WHERE prompt_index = {SLOW} ORDER BY sample")
+    assert episodes == [
+        (sample, *(("failed", "unanswered") if sample == 2 else ("dropped", "stop"))) for sample in range(4)
+    ]
+    assert [warning for warning in trial.console.warnings if "the server is gone" in warning]
+
+
+def test_nemo_rl_3470_generation_that_mostly_fails_stops_the_run(tmp_path: Path) -> None:
+    """There, the run went on, and learned from what had failed."""
+    trial = Trial(tmp_path, *SETTINGS, "grading.on_error=zero", bandit=Bandit(spoils=lambda id: "the server is gone"))
+    with pytest.raises(RolloutError, match=r"16 of 16 episodes of step 1 could not be generated: .*the server is gone"):
+        trial.run()
+    assert not trial.bandit.updates

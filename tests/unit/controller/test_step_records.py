@@ -242,7 +242,7 @@ def test_ledger_records_say_which_episodes_were_consumed() -> None:
     ]
     assert message == [
         ((3, 0, 0, 0), 9, "sums", "consumed", "stop", 3, 1),
-        ((3, 1, 0, 0), 9, "sums", "consumed", "error", -1, 0),
+        ((3, 1, 0, 0), 9, "sums", "consumed", "unanswered", -1, 0),
         ((5, 0, 0, 0), 9, "hard", "uninformative", "stop", 5, 1),
         ((5, 1, 0, 0), 9, "hard", "uninformative", "stop", 5, 1),
     ]

@@ -358,7 +358,7 @@ class Answers:
 def test_an_engine_that_does_not_answer_ends_the_episode(broken: TurnAnswer, why: str) -> None:
     first = answer(encoded(TOKENIZER, "1<|im_end|>"))
     episode = play(Guessing(), Answers(first, broken))
-    assert episode.finish == "error"
+    assert episode.finish == "unanswered"
     assert why in str(episode.error)
     assert not episode.loss_mask_T.any()
     assert episode.num_turns == 1 + (len(broken.tokens_L) > 0)

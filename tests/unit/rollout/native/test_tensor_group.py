@@ -48,8 +48,10 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 def test_batches_prefixes_preemption_and_stops_are_those_of_one_rank(
     folders: dict[str, Path], name: str, scripts: Sequence[Script]
 ) -> None:
+    entry = 3 if name == "deepseek_v3" else 1  # its keys are longer
     for script in scripts:
-        engines = [engine_on_threads(folders[name], section_of(script, size), size=size) for size in (1, 2)]
+        sections = [(size, section_of(script, size, entry=entry)) for size in (1, 2)]
+        engines = [engine_on_threads(folders[name], section, size=size) for size, section in sections]
         alone, together = (script.run(engine) for engine in engines)
         require_same(together, alone)
         for engine in engines:
