@@ -8,7 +8,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VERL_VENV ?= .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
-.PHONY: install install-vllm install-verl demo bytecode test test-parallel-and-serial test-parallel test-serial test-slow test-slow-parallel test-slow-serial test-slow-again test-soak test-vllm test-verl test-all chaos lint types format clean docs docs-reference docs-serve
+.PHONY: install install-vllm install-verl demo bytecode test test-parallel-and-serial test-parallel test-serial test-slow test-slow-parallel test-slow-serial test-slow-again test-soak test-vllm test-verl test-all bench chaos lint types format clean docs docs-reference docs-serve
 
 install: $(INSTALLED)
 
@@ -77,6 +77,9 @@ test-slow-again: $(INSTALLED)  ## what failed the last time
 
 test-soak: $(INSTALLED)  ## kills at more moments, longer sweeps of simulated schedules
 	$(BIN)/python -m pytest -q --timeout 600 -m "soak and not gpu"
+
+bench: bytecode  ## CPU benchmarks beside those of an earlier commit, as ratios; on an idle machine, about 5 minutes
+	$(BIN)/python benchmarks/regression.py
 
 SECONDS ?= 300
 chaos: $(INSTALLED)  ## simulated runs with random faults, for SECONDS

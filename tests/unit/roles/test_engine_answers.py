@@ -38,7 +38,7 @@ def test_the_note_is_in_the_order_of_the_rows() -> None:
         ]
     )
 
-    assert [FINISHES[at] for at in note.finish_N] == ["error", "length", "stop"]
+    assert [FINISHES[at] for at in note.finish_N] == ["unanswered", "length", "stop"]
     assert note.sampled_N.tolist() == note.trained_N.tolist() == [0, 2, 1]
     assert note.version_N.tolist() == [-1, 6, 7]
     assert note.turns_N.tolist() == [1, 1, 1]
