@@ -23,9 +23,7 @@ def load_for_engine(
     """The model on this rank's device, compared with transformers, and the CPU settings in effect. `cpu`: settings
     measured before, which are reused. Collective over a tensor axis."""
     torch.set_num_threads(1)
-    model, _ = place(section, folder, mesh, seed=0)  # float32 masters, if any, are freed at once
-    if mesh.device.type == "cuda":
-        torch.cuda.empty_cache()
+    model, _ = place(section, folder, mesh, seed=0, masters=False)  # masters are twice as large as bfloat16 weights
     self_check(model, mesh.device, compute_dtype(section, mesh.device), max_length=max_length)
     if mesh.device.type != "cpu":
         return model, None
