@@ -26,7 +26,7 @@ from podium.execution import (
     resume_from,
 )
 from podium.generating import generating_folder, prompt_source, require_number, sampling_of, section_of
-from podium.memory_checks import memory_report, not_looked_at, refuse_what_cannot_fit
+from podium.memory_checks import devices_per_machine, memory_report, not_looked_at, refuse_what_cannot_fit
 from podium.models.folder import is_hub_id
 from podium.observe import FrameLibrary, metrics_frame, read_metrics
 from podium.observe.artifacts import artifact_trackers, log_export
@@ -97,9 +97,9 @@ def _checked(
     loaded: Recipe | PipelineRecipe, *, deep: bool, all_rows: bool, stream: TextIO | None, device: str | None = None
 ) -> list[str]:
     if isinstance(loaded, PipelineRecipe):
-        lines = check_pipeline(loaded, deep=deep or all_rows, all_rows=all_rows, progress=stream)
+        lines = check_pipeline(loaded, deep=deep or all_rows, all_rows=all_rows, progress=stream, device=device)
         return lines if device is None else [*lines, not_looked_at(device)]
-    check_recipe(loaded)
+    check_recipe(loaded, per_machine=devices_per_machine(loaded, device))
     lines = [f"program {loaded.program}: {loaded.execution} execution, {loaded.length}"]
     if is_hub_id(loaded.model.path):
         lines.append(f"model.path: there is no folder {loaded.model.path}; taken as a hub id, not looked up")

@@ -31,7 +31,7 @@ from podium.environments.rewards import check_rewards, declared_reward
 from podium.environments.sandbox.pool import require_section
 from podium.environments.signatures import require_options
 from podium.errors import PodiumError, RecipeError, counted
-from podium.mesh_checks import check_generator_mesh, check_mesh
+from podium.mesh_checks import check_generator_mesh, check_machines, check_mesh
 from podium.models.adapter_folder import check_adapter
 from podium.models.folder import check_model_folder, check_speaks, read_config
 from podium.observe.row_progress import RowProgress
@@ -64,15 +64,15 @@ _DEEP_ROWS = 2000
 _SHOWN_CHARACTERS = 400
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Torch-free and quick. All problems are raised together."""
-    raise_together(problems_of(recipe))
+def check_recipe(recipe: Recipe, *, per_machine: int | None = None) -> None:
+    """Torch-free and quick. All problems are raised together. `per_machine`: devices of a machine, where known."""
+    raise_together(problems_of(recipe, per_machine=per_machine))
 
 
-def problems_of(recipe: Recipe) -> list[PodiumError]:
+def problems_of(recipe: Recipe, *, per_machine: int | None = None) -> list[PodiumError]:
     """Everything that is wrong, each beginning with its key."""
     problems: list[PodiumError] = []
-    for look in _looks(recipe):
+    for look in _looks(recipe, per_machine):
         try:
             look()
         except PodiumError as error:
@@ -88,7 +88,7 @@ def raise_together(problems: Sequence[PodiumError]) -> None:
         raise RecipeError(f"{len(problems)} problems:\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
-def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
+def _looks(recipe: Recipe, per_machine: int | None) -> Iterator[Callable[[], None]]:
     model = recipe.model
     yield lambda: check_model_folder(
         model.path, "model.path", weights=model.init == "pretrained", tokenizer=model.tokenizer is None
@@ -147,9 +147,10 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
             yield partial(check_speaks, model_beside.path, model_beside.key)
     if not isinstance(recipe, RewardModelRecipe):
         yield lambda: check_speaks(model.path, "model.path")
-    yield lambda: check_mesh(
-        recipe, {"model.path": model.path, **{each.key: each.path for each in _other_models(recipe)}}
-    )
+    models = {"model.path": model.path, **{each.key: each.path for each in _other_models(recipe)}}
+    yield lambda: check_mesh(recipe, models)
+    if per_machine is not None:
+        yield lambda: check_machines(recipe, models, per_machine)
     if isinstance(recipe, OnPolicyRecipe):
         yield lambda: check_generator_mesh(recipe)
 

@@ -9,6 +9,15 @@ import os
 from podium.recipe import OnPolicyRecipe, Recipe
 
 
+def devices_per_machine(recipe: Recipe, device: str | None = None) -> int | None:
+    """Number of devices that one machine of the run has. `device`: its name; default: what this machine has. None:
+    nothing is known of it, or it has cores, whose number differs."""
+    from podium.planning.devices import device_named, found_device
+
+    found = found_device(recipe.placement.device) if device is None else device_named(device)
+    return None if found is None or found.kind == "cpu" else found.per_machine
+
+
 def memory_report(recipe: Recipe, device: str | None = None) -> list[str]:
     """What the run takes of its device's memory. Raises an error if it cannot fit. `device`: its name; default: what
     this machine has. Nothing is known of a GPU that is asked for and not here."""

@@ -35,6 +35,30 @@ def check_mesh(recipe: Recipe, models: Mapping[str, str]) -> None:
                 raise RecipeError(f"{context_plan.KEY}: {key}: {reason}")
 
 
+def check_machines(recipe: Recipe, models: Mapping[str, str], per_machine: int) -> None:
+    """That devices which compute every layer together fit one machine of so many devices."""
+    policy = recipe.placement.policy
+    if isinstance(policy, PolicyMeshSection) and policy.tensor > per_machine:
+        sizes = frozenset(range(1, per_machine + 1))
+        for _, _, config in _text_configs(models):
+            sizes &= tensor_plan.possible_sizes(config, per_machine)
+        raise RecipeError(
+            f"{tensor_plan.KEY}: {_too_wide(policy.tensor, per_machine)} Use placement.policy "
+            f"{nearest(policy, recipe.placement.training_devices, sizes)}."
+        )
+    if isinstance(recipe, OnPolicyRecipe) and recipe.placement.generator_tensor > per_machine:
+        asked = recipe.placement.generator_tensor
+        widest = max(size for size in range(1, per_machine + 1) if asked % size == 0)
+        raise RecipeError(f"{GENERATOR_KEY}: {_too_wide(asked, per_machine)} Use {widest}.")
+
+
+def _too_wide(size: int, per_machine: int) -> str:
+    return (
+        f"{size} devices compute every layer together, so they share a machine, and a machine has {per_machine} "
+        "devices here."
+    )
+
+
 def check_generator_mesh(recipe: OnPolicyRecipe) -> None:
     """That so many devices can hold a generator together."""
     size = recipe.placement.generator_tensor

@@ -7,6 +7,7 @@ from typing import TextIO
 
 from podium.checks import deep_report, problems_of, raise_together
 from podium.errors import PodiumError, RecipeError
+from podium.memory_checks import devices_per_machine
 from podium.models.folder import is_hub_id
 from podium.recipe import PipelineRecipe
 from podium.recipe.pipeline import references
@@ -15,16 +16,16 @@ from podium.recipe.warnings import recipe_warnings
 
 
 def check_pipeline(
-    pipeline: PipelineRecipe, *, deep: bool, all_rows: bool = False, progress: TextIO | None = None
-) -> list[str]:
+    pipeline: PipelineRecipe, *, deep: bool, all_rows: bool = False, progress: TextIO | None = None,
+    device: str | None = None,
+) -> list[str]:  # fmt: skip
     """Raises what is wrong with any stage; returns lines about what was seen. Weights that an earlier stage will make
-    cannot be looked at."""
-    order = pipeline.order()
-    problems: list[PodiumError] = [
-        RecipeError(f"stages.{name}.{problem}")
-        for name in order
-        for problem in problems_of(unmade_stage_recipe(pipeline, name))
-    ]
+    cannot be looked at. `device`: name of one that the run will have; default: this machine's."""
+    order, problems = pipeline.order(), list[PodiumError]()
+    for name in order:
+        recipe = unmade_stage_recipe(pipeline, name)
+        found = problems_of(recipe, per_machine=devices_per_machine(recipe, device))
+        problems += [RecipeError(f"stages.{name}.{problem}") for problem in found]
     raise_together(problems)
     lines = [f"program pipeline: {len(order)} stages, in this order: {', '.join(order)}"]
     for name in order:

@@ -20,7 +20,7 @@ from podium.models.context_axis import ContextAxis
 from podium.models.expert_axis import ExpertAxis, ExpertGroups
 from podium.models.tensor_axis import TensorAxis
 from podium.recipe import PlacementSection
-from podium.recipe.policy_mesh import MeshSizes
+from podium.recipe.policy_mesh import MeshSizes, nearest, section_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +143,20 @@ def check_devices(placement: PlacementSection, ranks: int) -> None:
             f"placement.devices: {ranks} ranks are asked for and this machine has {available} {what}. "
             f"Each rank needs one of its own; use --devices {available} or fewer."
         )
+
+
+def check_tensor_groups(sizes: MeshSizes, *, first_rank: int, local_world: int) -> None:
+    """Raises an error before anything starts if tensor groups do not end where this machine's ranks do: they add up
+    activations in every layer, for which links between machines are too slow. `first_rank`: of this machine."""
+    if first_rank % sizes.tensor == 0 and local_world % sizes.tensor == 0:
+        return
+    fits = frozenset(size for size in range(1, local_world + 1) if local_world % size == 0 and first_rank % size == 0)
+    raise LaunchError(
+        f"placement.policy.tensor: the {sizes.tensor} ranks of a tensor group share a machine, and this one has ranks "
+        f"{first_rank} to {first_rank + local_world - 1} (LOCAL_WORLD_SIZE {local_world}). Start a multiple of "
+        f"{sizes.tensor} ranks on each machine, or use placement.policy "
+        f"{nearest(section_of(sizes), sizes.devices, fits)}."
+    )
 
 
 def join(

@@ -171,7 +171,8 @@ def host_memory() -> int:
 
 def _found_gpu() -> Device | None:
     """The first GPU that the driver lists. Its files say the name and not the memory, which the table has."""
-    for file in sorted(_GPUS.glob("*/information")):
+    files = sorted(_GPUS.glob("*/information"))
+    for file in files:
         try:
             lines = file.read_text(encoding="utf-8").splitlines()
         except OSError:
@@ -180,9 +181,10 @@ def _found_gpu() -> Device | None:
             key, _, value = line.partition(":")
             if key.strip() == "Model":
                 try:
-                    return device_named(value.strip())
+                    found = device_named(value.strip())
                 except RecipeError:
                     return None
+                return replace(found, per_machine=max(found.per_machine, len(files)))  # a run may have other machines
     return None
 
 
@@ -211,14 +213,15 @@ def keep_calibration(device: Device, cache: Path | None = None) -> Path:
 
 
 def _calibrated(device: Device, cache: Path | None) -> Device:
-    """The stored measurement of this machine's device, with the memory that it has now."""
+    """The stored measurement of this machine's device, with the memory and the neighbours that it has now."""
     stored = _entries(cache or calibration_file()).get(_key(device.kind))
     if not isinstance(stored, Mapping) or stored.get("name") != device.name:
         return device
     try:
         efficiency = Efficiency(**stored["efficiency"])
         values = {field.name: stored[field.name] for field in fields(Device) if field.name in stored}
-        return Device(**{**values, "efficiency": efficiency, "memory_bytes": device.memory_bytes})
+        now = {"memory_bytes": device.memory_bytes, "per_machine": device.per_machine}
+        return Device(**{**values, "efficiency": efficiency, **now})
     except (KeyError, TypeError):
         return device
 

@@ -57,7 +57,7 @@ class RankPlace:
     rank: int = 0
     world: int = 1
     local_rank: int = 0
-    local_world: int = 1  # ranks on this machine
+    local_world: int | None = 1  # ranks on this machine; None: the launcher does not say
     attempt: int = 0  # number of earlier restarts of the group
     restart: Restart | None = None  # the last of them, if `launch` made it
     restarts_left: int = 0  # that `launch` will still make
@@ -250,7 +250,7 @@ def _place_from_environment(*, launched: bool) -> RankPlace:
             rank=int(os.environ["RANK"]),
             world=int(os.environ["WORLD_SIZE"]),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            local_world=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            local_world=int(os.environ["LOCAL_WORLD_SIZE"]) if "LOCAL_WORLD_SIZE" in os.environ else None,
             attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             launched=launched,
         )

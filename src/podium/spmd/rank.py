@@ -24,7 +24,7 @@ from podium.data.sources import open_source
 from podium.data.tokenizer import load_tokenizer, require_embeddings, stop_tokens
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, newest_usable
 from podium.engine.checkpoint_files import bring_back, set_aside_later
-from podium.engine.mesh import Mesh, check_devices, join, leave
+from podium.engine.mesh import Mesh, check_devices, check_tensor_groups, join, leave
 from podium.engine.optimizer import AdamW
 from podium.engine.parameters import TrainedParameter
 from podium.engine.resuming import restore_optimizer
@@ -82,10 +82,13 @@ class RankTask:
 def run_rank(where: RankPlace, task: RankTask) -> RunResult:
     """Runs a rank from joining the process group to leaving it. Collective."""
     recipe = task.recipe
-    check_devices(recipe.placement, where.local_world)
+    check_devices(recipe.placement, where.local_world or 1)
+    sizes = recipe.placement.sizes_of(where.world)
+    if where.local_world is not None:
+        check_tensor_groups(sizes, first_rank=where.rank - where.local_rank, local_world=where.local_world)
     mesh = join(
         recipe.placement, rank=where.rank, world=where.world, local_rank=where.local_rank, meeting=where.meeting,
-        sizes=recipe.placement.sizes_of(where.world),
+        sizes=sizes,
     )  # fmt: skip
     try:
         return run_joined(where, mesh, task)

@@ -28,7 +28,7 @@ def verify_rank(where: RankPlace, section: ModelSection, placement: PlacementSec
     compared with random ones, and the result says so."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    check_devices(placement, where.local_world)
+    check_devices(placement, where.local_world or 1)
     torch.set_num_threads(placement.threads or 1)
     mesh = join(placement, rank=where.rank, world=where.world, local_rank=where.local_rank, meeting=where.meeting)
     folder = local_folder(section.path, "MODEL")

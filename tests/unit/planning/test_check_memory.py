@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.tiny import save_tiny_folder, write_chats
+from helpers.trials import write_prompts
 from podium import api, cli
 from podium.errors import RecipeError
 from podium.planning import devices
@@ -50,6 +51,42 @@ def test_it_fits_enough_of_them(recipe: Path) -> None:
     assert next(line for line in lines if line.startswith("memory: ")).startswith(
         "memory: training step (learner) takes about "
     )
+
+
+def test_a_tensor_group_larger_than_a_machine_is_refused_with_the_nearest_shape(recipe: Path) -> None:
+    """The 70B model has 8 key-value heads, and machines of H200 have 8 devices."""
+    wide = json.loads((recipe.parent / "model" / "config.json").read_text()) | {"num_key_value_heads": 64}
+    (recipe.parent / "model" / "config.json").write_text(json.dumps(wide))
+    changes = ["placement.devices=32", "model.activation_checkpointing=layers", "tokens_per_step=262144"]
+
+    with pytest.raises(
+        RecipeError, match=r"placement\.policy\.tensor: 16 devices compute every layer .* 8 devices"
+    ) as refused:
+        api.check(recipe, device="H200", overrides=[*changes, "placement.policy={tensor: 16}"])
+    assert str(refused.value).endswith("Use placement.policy {replicate: 1, shard: 4, tensor: 8}.")
+    api.check(recipe, device="H200", overrides=[*changes, "placement.policy={tensor: 8}"])
+
+
+def test_a_generator_larger_than_a_machine_is_refused(tmp_path: Path) -> None:
+    model = save_tiny_folder(tmp_path / "model")
+    values = {
+        "program": "grpo", "model": {"path": str(model), "pad_vocab_to": 64}, "steps": 1, "optimizer": {"lr": 1e-6},
+        "data": {"train": str(write_prompts(tmp_path / "tasks.jsonl", 4))}, "reward": [{"verifier": "numeric"}],
+        "rollout": {"prompts_per_step": 32, "samples_per_prompt": 2, "max_new_tokens": 8, "engine": "vllm"},
+        "placement": {"devices": 32, "layout": "split", "generator": {"tensor": 16}},
+    }  # fmt: skip
+    (tmp_path / "grpo.yaml").write_text(json.dumps(values))
+    with pytest.raises(RecipeError, match=r"placement\.generator\.tensor: 16 devices compute .* Use 8\."):
+        api.check(tmp_path / "grpo.yaml", device="H200")
+
+
+def test_stages_of_a_pipeline_are_compared_with_a_machine(recipe: Path) -> None:
+    stage = json.loads(recipe.read_text()) | {"placement": {"devices": 32, "policy": {"tensor": 16}}}
+    pipeline = recipe.parent / "pipeline.yaml"
+    pipeline.write_text(json.dumps({"program": "pipeline", "stages": {"first": stage}}))
+
+    with pytest.raises(RecipeError, match=r"stages\.first\.placement\.policy\.tensor: 16 devices compute every layer"):
+        api.check(pipeline, device="H200")
 
 
 def test_memory_of_this_machine_counts_where_there_is_no_gpu(recipe: Path) -> None:

@@ -62,6 +62,17 @@ def test_the_driver_files_tell_the_gpu(tmp_path: Path, monkeypatch: pytest.Monke
     assert other.kind == "cpu"
 
 
+def test_a_machine_with_more_gpus_than_usual_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(16):
+        (tmp_path / f"gpu{number}").mkdir()
+        (tmp_path / f"gpu{number}" / "information").write_text("Model: NVIDIA H200\n")
+        if number in (0, 15):
+            monkeypatch.setattr(devices, "_GPUS", tmp_path)
+            found = found_device(cache=tmp_path / "none.json")
+            assert found is not None
+            assert found.per_machine == (8 if number == 0 else 16)
+
+
 def test_a_gpu_that_is_asked_for_and_not_there_is_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_GPUS", tmp_path / "absent")
 

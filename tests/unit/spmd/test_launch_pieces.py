@@ -15,10 +15,14 @@ import pytest
 import torch
 import torch.multiprocessing
 
+from helpers.recipes import make_recipe
+from podium.engine.mesh import check_tensor_groups
 from podium.errors import CheckpointError, DataError, LaunchError
+from podium.recipe.policy_mesh import MeshSizes
 from podium.spmd.launch import RankPlace, StopRequest, _ByValue, _first_failure, launch, place_under_torchrun
+from podium.spmd.rank import RankTask, run_rank
 
-ONE_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+ONE_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE")
 
 
 def _failure(message: Any, *, rank: int = 1, exitcode: int = 1) -> Any:
@@ -96,10 +100,47 @@ def test_without_torchrun_there_is_no_place() -> None:
 
 
 def test_a_place_is_read_from_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in zip(ONE_PROCESS, ("5", "8", "1", "2"), strict=True):
+    for name, value in zip(ONE_PROCESS, ("5", "8", "1", "2", "4"), strict=True):
         monkeypatch.setenv(name, value)
 
-    assert place_under_torchrun() == RankPlace(rank=5, world=8, local_rank=1, attempt=2, launched=False)
+    assert place_under_torchrun() == RankPlace(rank=5, world=8, local_rank=1, local_world=4, attempt=2, launched=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")  # other launchers leave it out
+    place = place_under_torchrun()
+    assert place is not None
+    assert place.local_world is None
+
+
+# --- tensor groups and machines ---
+
+
+@pytest.mark.parametrize(("tensor", "first", "local"), [(1, 3, 3), (2, 0, 8), (2, 8, 4), (4, 4, 4)])
+def test_tensor_groups_inside_of_machines_are_accepted(tensor: int, first: int, local: int) -> None:
+    check_tensor_groups(MeshSizes(shard=24 // tensor, tensor=tensor), first_rank=first, local_world=local)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "first", "local", "shape"),
+    [
+        (2, 0, 3, "{replicate: 1, shard: 8, tensor: 3}"),
+        (4, 2, 2, "{replicate: 1, shard: 12, tensor: 2}"),
+        (8, 4, 4, "{replicate: 1, shard: 6, tensor: 4}"),
+        (2, 3, 4, "{replicate: 1, shard: 24, tensor: 1}"),  # a machine with an odd number of ranks is before this one
+    ],
+)
+def test_tensor_groups_over_machines_are_refused_with_the_nearest_shape(
+    tensor: int, first: int, local: int, shape: str
+) -> None:
+    with pytest.raises(LaunchError, match=r"placement\.policy\.tensor: .* share a machine") as error:
+        check_tensor_groups(MeshSizes(shard=24 // tensor, tensor=tensor), first_rank=first, local_world=local)
+    assert str(error.value).endswith(f"use placement.policy {shape}.")
+
+
+def test_a_rank_under_torchrun_refuses_its_tensor_group_before_it_joins(tmp_path: Path) -> None:
+    recipe = make_recipe("placement.devices=2", "placement.policy={tensor: 2}")
+    task = RankTask(recipe=recipe, folder=tmp_path, resume_step=None, load_program=lambda name: pytest.fail(name))
+    for rank in range(2):  # each alone on its machine
+        with pytest.raises(LaunchError, match="LOCAL_WORLD_SIZE 1"):
+            run_rank(RankPlace(rank=rank, world=2, local_rank=0, local_world=1), task)
 
 
 def test_torchruns_environment_must_be_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
