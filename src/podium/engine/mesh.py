@@ -203,16 +203,11 @@ def with_axes(mesh: Mesh, sizes: MeshSizes, *, timeout_s: float) -> Mesh:
         context.sum(torch.zeros(1, device=mesh.device))  # NCCL wants all to meet before some send to some
     if ranks.shape[1] == mesh.world:
         return _with_experts(replace(mesh, context=context), sizes, timeout_s)
-    replicas, shards, tensors = (_axis_group(ranks, axis, timeout_s) for axis in range(3))
-    own_RS = ranks[:, :, mesh.rank % sizes.tensor].contiguous()
-    if sizes.replicate > 1:
-        groups, names = [replicas, shards], ("replicate", "shard")
-        devices = DeviceMesh.from_group(groups, mesh.device.type, mesh=own_RS, mesh_dim_names=names)
-    else:
-        devices = DeviceMesh.from_group(shards, mesh.device.type, mesh_dim_names=("shard",))
+    devices = _of_fsdp(ranks, mesh, timeout_s)
     tensor = None
     if sizes.tensor > 1:
-        tensor = TensorAxis(group=tensors, rank=mesh.rank % sizes.tensor, size=sizes.tensor)
+        group = _axis_group(ranks, 2, timeout_s)
+        tensor = TensorAxis(group=group, rank=mesh.rank % sizes.tensor, size=sizes.tensor)
     return _with_experts(replace(mesh, devices=devices, tensor=tensor, context=context), sizes, timeout_s)
 
 
@@ -223,13 +218,8 @@ def _with_experts(mesh: Mesh, sizes: MeshSizes, timeout_s: float) -> Mesh:
         return mesh
     num_holders = sizes.experts * sizes.tensor
     ranks = torch.arange(mesh.world).view(sizes.replicate, -1, num_holders)
-    replicas, shards, group = (_axis_group(ranks, axis, timeout_s) for axis in range(3))
+    devices, group = _of_fsdp(ranks, mesh, timeout_s), _axis_group(ranks, 2, timeout_s)
     rank = mesh.rank % num_holders
-    if sizes.replicate > 1:
-        own_RS, names = ranks[:, :, rank].contiguous(), ("replicate", "shard")
-        devices = DeviceMesh.from_group([replicas, shards], mesh.device.type, mesh=own_RS, mesh_dim_names=names)
-    else:
-        devices = DeviceMesh.from_group(shards, mesh.device.type, mesh_dim_names=("shard",))
     exchange = ExpertAxis(group=group, rank=rank // sizes.tensor, size=sizes.experts)
     if mesh.tensor is None:
         return replace(mesh, experts=ExpertGroups(holders=exchange, exchange=exchange), expert_devices=devices)
@@ -239,15 +229,36 @@ def _with_experts(mesh: Mesh, sizes: MeshSizes, timeout_s: float) -> Mesh:
     return replace(mesh, experts=groups, expert_devices=devices)
 
 
+def _of_fsdp(ranks_RSP: Tensor, mesh: Mesh, timeout_s: float) -> DeviceMesh:
+    """The ranks over which FSDP replicates (R) and shards (S) this rank's part (P). Collective."""
+    shards = _axis_group(ranks_RSP, 1, timeout_s)
+    if ranks_RSP.shape[0] == 1:
+        return DeviceMesh.from_group(shards, mesh.device.type, mesh_dim_names=("shard",))
+    groups, names = [_axis_group(ranks_RSP, 0, timeout_s), shards], ("replicate", "shard")
+    own_RS = ranks_RSP[:, :, mesh.rank % ranks_RSP.shape[2]].contiguous()
+    return DeviceMesh.from_group(groups, mesh.device.type, mesh=own_RS, mesh_dim_names=names)
+
+
 def _axis_group(ranks: Tensor, axis: int, timeout_s: float) -> dist.ProcessGroup:
-    """This rank's group along one axis. Every rank takes part in forming the groups of all, in the same order."""
-    mine: dist.ProcessGroup | None = None
-    for line in ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist():
-        group = dist.new_group(line, timeout=timedelta(seconds=timeout_s))
-        if dist.get_rank() in line:
-            mine = group
-    assert mine is not None
-    return mine
+    """This rank's group along one axis. Only its ranks form it: among 1,024 ranks there are hundreds of groups.
+    Collective."""
+    lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
+    timeout, rank = timedelta(seconds=timeout_s), dist.get_rank()
+    formed: dict[bool, dist.ProcessGroup] = {}
+    is_alone = _all_have_as_many_groups()
+    for line in lines:
+        if rank in line or not is_alone:
+            formed[rank in line] = dist.new_group(line, timeout=timeout, use_local_synchronization=is_alone)
+    return formed[True]
+
+
+def _all_have_as_many_groups() -> bool:
+    """Whether ranks can form groups without the others: torch then names a group by its ranks and by the number of
+    groups that each of them has. A role on some workers of a pool may have left these numbers different."""
+    count = len(dist.distributed_c10d._world.pg_names)
+    most = torch.tensor([count, -count])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most.sum()) == 0
 
 
 def adopt(*, rank: int, world: int, device: str, devices: DeviceMesh | None) -> Mesh:
