@@ -7,7 +7,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
+from helpers.engines import relative_l2
 from helpers.runs import STEPS, losses, tiny_recipe
 from helpers.tiny import write_chats
 from podium import api
@@ -51,11 +55,20 @@ def test_a_run_on_two_ranks_has_the_losses_and_answers_of_one(runs: Path, axis: 
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_its_export_is_what_a_single_device_exports(runs: Path, axis: str, tmp_path: Path) -> None:
+def test_its_export_is_what_a_single_device_exports(runs: Path, axis: str, tmp_path: Path, tiny_folder: Path) -> None:
     api.export(runs / axis, tmp_path / axis)
     api.export(runs / "alone", tmp_path / "alone")
     names = sorted(file.name for file in (tmp_path / "alone").iterdir())
     assert sorted(file.name for file in (tmp_path / axis).iterdir()) == names
+    found, wanted = (tensors(tmp_path / each) for each in (axis, "alone"))
+    assert found.keys() == wanted.keys()
+    base = tensors(tiny_folder)
+    assert any(not torch.equal(tensor, base[name]) for name, tensor in wanted.items()), "nothing was trained"
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].shape == tensor.shape, name
+        # AdamW divides the noise of very small gradients by their size, so single elements differ by more.
+        assert relative_l2(found[name], tensor) < 5e-5, name
 
 
 def test_a_run_continues_on_another_mesh(tiny_folder: Path, data: Path, tmp_path: Path, runs: Path) -> None:
@@ -65,6 +78,10 @@ def test_a_run_continues_on_another_mesh(tiny_folder: Path, data: Path, tmp_path
     api.resume(tmp_path / "parts", overrides=[f"steps={STEPS}", "placement.policy=null", "placement.devices=1"])
     assert losses(tmp_path / "parts") == pytest.approx(losses(runs / "alone"), rel=1e-5)
     assert newest_usable(tmp_path / "parts" / "checkpoints").step == STEPS
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def heldout(run: Path) -> list[float]:
