@@ -153,11 +153,20 @@ def resume_from(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
 
 def restart(prepared: Prepared, folder: RunFolder) -> RunResult:
     """Goes on with a run whose controller died: from memory, or from its newest checkpoint, or from its beginning."""
-    from podium.engine.checkpoint import newest_usable
+    from podium.controller.layout import state_folders
+    from podium.engine.checkpoint_files import newest_whole
 
     recipe = prepared.recipe
     assert isinstance(recipe, OnPolicyRecipe)
-    step = newest_usable(folder.checkpoints).step if folder.saved_steps() else None
+    predecessor, step = predecessor_of(folder.path), None
+    if folder.saved_steps():
+        # Workers that live have their state in memory, and read a checkpoint only where they have none.
+        is_attached = predecessor is not None and predecessor.ray is not None
+        step = newest_whole(state_folders(folder), reads_tensors=not is_attached)
+        if step is None:
+            from podium.engine.checkpoint import newest_usable  # imports torch
+
+            step = newest_usable(folder.checkpoints).step  # says what is damaged
     return _control_again(prepared, recipe, folder, step)
 
 

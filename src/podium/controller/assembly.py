@@ -14,7 +14,7 @@ from podium.controller.devices import Devices
 from podium.controller.drive import StepChoice
 from podium.controller.episodes import Episodes
 from podium.controller.evaluation import OnPolicyEvaluator, heldout_limit
-from podium.controller.layout import GRADER, RUNNER, RoleNames
+from podium.controller.layout import GRADER, RUNNER, RoleNames, state_folders
 from podium.controller.ledger import LEDGER_FILE, Ledger
 from podium.controller.parts import OnPolicyParts, Roles
 from podium.controller.phases import GENERATOR, who_leaves
@@ -76,8 +76,9 @@ def read_inputs(
     `tokenizer`: in place of the model's."""
     saved: Mapping[str, Any] = {}
     if resume_step is not None:
-        saved = SavedCheckpoint(folder.checkpoints / f"step-{resume_step:08d}").record["extras"]
-        for part in (folder.checkpoints, folder.path / "critic", folder.path / "reference"):
+        # Whoever loads the tensors verifies them.
+        saved = SavedCheckpoint(folder.checkpoints / f"step-{resume_step:08d}", ranks=()).values
+        for part in state_folders(folder):
             set_aside_later(part, resume_step)
     tokenizer = tokenizer or PromptTokenizer(load_tokenizer(recipe.model), ControlRule.of(recipe.model))
     prompts = PromptSource(recipe, tokenizer, saved.get("cursor"))

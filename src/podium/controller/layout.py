@@ -75,6 +75,13 @@ def role_names(recipe: OnPolicyRecipe, *, evaluates_only: bool = False) -> RoleN
     )
 
 
+def state_folders(run: RunFolder) -> tuple[Path, ...]:
+    """Where a run keeps its checkpoints: the policy's, and those of its critic and of a refreshed reference. All have
+    the same steps."""
+    others = (run.path / "critic", run.path / "reference")
+    return (run.checkpoints, *(each for each in others if each.is_dir()))
+
+
 def reference_is_base(recipe: OnPolicyRecipe) -> bool:
     """Whether the reference is the policy without its new adapter, so that no second model is needed."""
     kl, lora = recipe.full_algorithm.kl, recipe.model.lora

@@ -5,18 +5,19 @@ the state that they had then, from memory if it is there and from the newest che
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import Any
 
 from podium.cluster import Workers
+from podium.cluster.blocking import in_thread
 from podium.cluster.fanout import OverdueError
 from podium.controller.assembly import Inputs, state_handles
-from podium.controller.layout import ROLLOUT, RUNNER, RUNNERS, TRAIN, RoleNames
+from podium.controller.layout import ROLLOUT, RUNNER, RUNNERS, TRAIN, RoleNames, state_folders
 from podium.controller.ledger import LEDGER_FILE, Ledger
 from podium.controller.phases import GENERATOR
 from podium.controller.recovery import Death, Part
-from podium.engine.checkpoint_files import SavedCheckpoint, saved_steps, set_aside_later
-from podium.errors import CheckpointError, WorkerDiedError
+from podium.engine.checkpoint_files import newest_whole, saved_steps, set_aside_later
+from podium.errors import WorkerDiedError
 from podium.observe import StepMetrics, read_metrics
 from podium.roles.grading_handle import RewardModelHandle
 from podium.roles.handles import PHASE_S, GeneratorHandle, ScorerHandle
@@ -95,7 +96,8 @@ def milestones_of_killed(first: Inputs, step: int) -> Milestones:
     """What a run whose controller was killed has saved and evaluated, as it goes on after `step`. `first`: the inputs
     from the newest checkpoint that it had then."""
     evaluated = {each.step for each in _metrics(first.folder) if any(name.startswith(HELDOUT) for name in each.values)}
-    saved = [each for each in _whole_checkpoints(first.folder) if each <= step]  # workers may have ended one meanwhile
+    saved = [each.step for each in saved_steps(first.folder.checkpoints)]
+    saved = [each for each in saved if each <= step]  # workers may have ended one meanwhile
     return Milestones(
         first.recipe, step, evaluates=bool(first.heldout), saved_step=max(saved, default=0), restarted=True,
         is_evaluated=step in evaluated,
@@ -109,12 +111,16 @@ def _metrics(folder: RunFolder) -> Sequence[StepMetrics]:
 async def _restored(
     first: Inputs, states: Sequence[StateHandle], workers: Workers, most: int | None, are_new: bool
 ) -> tuple[int, Mapping[str, Any]]:
-    """Restores the newest state. Returns its step and the controller's values."""
+    """Restores the newest state: the newest snapshot, or a later checkpoint that is whole. Checkpoints that come after
+    it are damaged, and are set aside. Returns its step and the controller's values."""
     in_memory = set.intersection(*[await state.snapshots() for state in states])
     in_memory = {step for step in in_memory if most is None or step <= most}
     begin = first.resume_step or 0
-    on_disk = [step for step in _whole_checkpoints(first.folder) if step >= begin]
-    step = max([*in_memory, *on_disk], default=begin)
+    known = max([*in_memory, begin if are_new else 0])  # new workers have just read the checkpoint of `begin`
+    # In a thread: all bytes of a checkpoint may take minutes, and heartbeats go on.
+    step = await in_thread(newest_whole, state_folders(first.folder), after=known) or known or begin
+    for part in state_folders(first.folder):
+        set_aside_later(part, step)
     if step in in_memory:
         values = [await state.restore(step, "memory") for state in states]
         return step, values[0]
@@ -123,13 +129,4 @@ async def _restored(
             await workers.recover(TRAIN, everyone=True)  # they are built with this state
         return step, first.saved
     values = [await state.restore(step, "checkpoint") for state in states]
-    set_aside_later(first.folder.checkpoints, step)
     return step, values[0]
-
-
-def _whole_checkpoints(folder: RunFolder) -> Sequence[int]:
-    steps = []
-    for each in saved_steps(folder.checkpoints):
-        with suppress(CheckpointError):
-            steps.append(SavedCheckpoint(each.folder).step)
-    return steps

@@ -185,6 +185,19 @@ def saved_steps(folder: Path) -> list[SavedStep]:
     return steps
 
 
+def newest_whole(folders: Sequence[Path], *, after: int = 0, reads_tensors: bool = True) -> int | None:
+    """The newest step after `after` of which every folder has a whole checkpoint; None if there is none. Reads all
+    bytes of that step and of damaged later ones, and nothing of older ones. `reads_tensors`: without, damaged tensors
+    are not detected."""
+    steps = set.intersection(*({each.step for each in saved_steps(folder)} for folder in folders))
+    for step in sorted((each for each in steps if each > after), reverse=True):
+        with contextlib.suppress(CheckpointError, OSError):  # a disk may also refuse to read it
+            for folder in folders:
+                SavedCheckpoint(folder / f"step-{step:08d}", ranks=None if reads_tensors else ())
+            return step
+    return None
+
+
 def set_aside_later(folder: Path, step: int) -> list[int]:
     """Renames the checkpoints after `step` when a run continues from that step, so that none of them counts as newest.
     They are kept until the run has reached the same step again."""
