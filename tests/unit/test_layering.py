@@ -14,7 +14,8 @@ import podium
 
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
-    "errors", "disk", "importing", "progress", "recipe", "observe", "algorithms", "data", "environments", "models",
+    "errors", "disk", "cgroups", "importing", "progress", "recipe", "observe", "algorithms", "data", "environments",
+    "models",
     "engine", "weights", "rollout", "gateway", "runs", "cluster", "roles", "controller", "spmd", "programs",
     "planning", "dry_run", "ui", "mesh_checks", "checks", "memory_checks",
     "pipeline_checks", "python_hints", "python_objects", "recipe_arguments", "generating", "serving", "execution",
@@ -24,6 +25,7 @@ HEAVY = ("torch", "transformers")
 TORCH_FREE = (
     "errors",
     "disk",
+    "cgroups",
     "importing",
     "progress",
     "recipe",

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from podium.cgroups import free_memory
 from podium.engine.checkpoint import CheckpointReader
 from podium.engine.checkpoint_files import PARTIAL, Extras, complete, saved_steps, write_json
 from podium.engine.mesh import Mesh
@@ -394,10 +395,14 @@ class _TensorFile(MappedFile):
 
 
 def _free_bytes(folder: Path) -> int:
-    """Memory that files of this folder can take, with what they take already."""
+    """Memory that files of this folder can take, with what they take already. They count towards the limits of the
+    container, whose processes are killed if it takes more."""
     there = next(each for each in (folder, *folder.parents) if each.exists())
     taken = sum(file.stat().st_size for file in folder.glob("*/*.safetensors"))  # by processes that are gone
     free = shutil.disk_usage(there).free
+    allowed = free_memory()
+    if allowed is not None:
+        free = min(free, allowed)
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

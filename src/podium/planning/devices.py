@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from podium.cgroups import memory_limit
 from podium.errors import RecipeError
 
 GIB = 1 << 30
@@ -18,7 +19,6 @@ CALIBRATION_VERSION = 1
 _GPUS = Path("/proc/driver/nvidia/gpus")
 # A GPU whose name is in no file that is read here: of another maker, or in a container or a subsystem.
 _OTHER_GPUS = (Path("/dev/kfd"), Path("/dev/dxg"), Path("/dev/nvidiactl"))
-_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,13 +160,8 @@ def found_device(kind: Literal["auto", "cpu", "cuda"] = "auto", *, cache: Path |
 
 def host_memory() -> int:
     """Bytes that processes of this machine or container may take together."""
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for file in _LIMITS:
-        try:
-            return min(whole, int(file.read_text()))
-        except (OSError, ValueError):  # no limit, or another kind of system
-            continue
-    return whole
+    whole, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit()
+    return whole if limit is None else min(whole, limit)
 
 
 def _found_gpu() -> Device | None:

@@ -192,6 +192,15 @@ class TestSnapshotsOfAStateThatMayNotFit:
             assert "of memory are free" in (snapshots.take(step, Extras(values={}, arrays={})) or "")
         assert not (tmp_path / "memory").exists()
 
+    def test_a_container_that_allows_less_than_is_free_is_the_reason(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        big = {"weight": torch.zeros(2**16)}  # two snapshots take 512 KiB
+        for allowed, is_enough in ((2**20 - 1, False), (2**20, True), (None, True)):
+            monkeypatch.setattr(memory_snapshots, "free_memory", lambda: allowed)  # noqa: B023
+            reason = self.snapshots(tmp_path / f"{allowed}", big).take(1, Extras(values={}, arrays={}))
+            assert (reason is None) == is_enough, reason
+
     def test_memory_of_processes_that_are_gone_counts_as_free(
         self, tmp_path: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
     ) -> None:
