@@ -107,7 +107,7 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
         console = _console(where, recipe, folder)
         stack.callback(console.close)
         memory = snapshot_folder(folder.path, task.launch_id)
-        begin = _begin(task, folder, where, mesh, memory)
+        begin = _begin(task, folder, where, mesh, memory, console)
         # At once: a restart must not take later checkpoints of an earlier life for its own.
         later: list[int] = []
         if mesh.is_main and task.resume_step is not None and where.attempt == 0 and not task.evaluates_only:
@@ -162,12 +162,13 @@ def _save_before_failing(
 
 
 def _begin(
-    task: RankTask, folder: RunFolder, where: RankPlace, mesh: Mesh, memory: Path | None
+    task: RankTask, folder: RunFolder, where: RankPlace, mesh: Mesh, memory: Path | None, console: Console
 ) -> CheckpointReader | None:
-    """The checkpoint to begin from; a restarted group uses the newest one, or a later snapshot."""
-    newest = newest_state(folder, memory, mesh) if where.attempt > 0 and not task.evaluates_only else None
-    if newest is not None:
-        return newest
+    """The checkpoint to begin from; a restarted group uses the newest one that is whole, or a later snapshot."""
+    if where.attempt > 0 and not task.evaluates_only:
+        newest = newest_state(folder, memory, mesh, console.warning)
+        if newest is not None:
+            return newest
     return newest_usable(folder.checkpoints, task.resume_step) if task.resume_step is not None else None
 
 

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from podium.engine.checkpoint import CheckpointReader, newest_usable
-from podium.engine.checkpoint_files import saved_steps
+from podium.engine.checkpoint_files import saved_steps, set_aside_later
 from podium.engine.memory_snapshots import MemorySnapshots, whole_snapshots
 from podium.engine.mesh import Mesh
 from podium.engine.resuming import checkpoint_shards
 from podium.engine.train_step import TrainEngine
+from podium.errors import CheckpointError
 from podium.observe import Console
 from podium.observe.metrics import read_last_metrics
 from podium.recipe import SpmdRecipe
@@ -29,18 +31,42 @@ def snapshot_folder(run: Path, launch_id: str | None) -> Path | None:
     return None if memory is None or launch_id is None else memory / launch_id
 
 
-def newest_state(folder: RunFolder, memory: Path | None, mesh: Mesh) -> CheckpointReader | None:
-    """The newest snapshot or checkpoint, the same on all ranks; None if there is none. Collective."""
-    on_disk = saved_steps(folder.checkpoints)
-    seen = mesh.gather(
-        (on_disk[-1].step if on_disk else None, () if memory is None else whole_snapshots(memory))
-    )  # fmt: skip
-    saved_step, _ = seen[0]
+def newest_state(
+    folder: RunFolder, memory: Path | None, mesh: Mesh, warn: Callable[[str], object] = lambda text: None
+) -> CheckpointReader | None:
+    """The newest snapshot, or a later checkpoint that is whole, the same on all ranks; None if there is neither.
+    Checkpoints that come after it are damaged: `warn` gets each, and they are set aside. Raises an error if nothing is
+    there but damaged checkpoints. Collective."""
+    on_disk = [each.step for each in saved_steps(folder.checkpoints)]
+    seen = mesh.gather((on_disk, () if memory is None else whole_snapshots(memory)))
+    saved, _ = seen[0]
     # A rank that was moved to another node cannot read the others' memory.
-    snapshots = set.intersection(*(set(steps) for _, steps in seen))
-    if memory is not None and snapshots and (saved_step is None or max(snapshots) > saved_step):
-        return CheckpointReader(memory / f"step-{max(snapshots):08d}")
-    return None if saved_step is None else newest_usable(folder.checkpoints, saved_step)
+    newest = max(set.intersection(*(set(steps) for _, steps in seen)), default=0)
+    found: CheckpointReader | None = None
+    for step in sorted((each for each in saved if each > newest), reverse=True):
+        found = _whole_on_all_ranks(folder.checkpoints / f"step-{step:08d}", mesh, warn)
+        if found is not None:
+            break
+    if found is None and newest and memory is not None:
+        found = CheckpointReader(memory / f"step-{newest:08d}")
+    if found is None and saved:
+        return newest_usable(folder.checkpoints, max(saved))  # says what is damaged
+    if found is not None and mesh.is_main:
+        set_aside_later(folder.checkpoints, found.step)
+    return found
+
+
+def _whole_on_all_ranks(path: Path, mesh: Mesh, warn: Callable[[str], object]) -> CheckpointReader | None:
+    """A checkpoint, unless a rank cannot read it. Collective."""
+    found, damage = None, ""
+    try:
+        found = CheckpointReader(path)
+    except (CheckpointError, OSError) as error:  # a disk may also refuse to read it
+        damage = str(error)
+    damages = [each for each in mesh.gather(damage) if each]
+    if damages:
+        warn(f"{damages[0]} The run goes on from an older state.")
+    return None if damages else found
 
 
 def open_snapshots(where: RankPlace, memory: Path | None, engine: TrainEngine) -> MemorySnapshots | None:

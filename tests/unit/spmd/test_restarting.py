@@ -17,6 +17,7 @@ from podium.engine.checkpoint import CheckpointReader
 from podium.engine.checkpoint_files import Extras, bring_back, complete, saved_steps, set_aside_later, write_json
 from podium.engine.mesh import Mesh
 from podium.engine.train_step import TrainEngine
+from podium.errors import CheckpointError
 from podium.observe import Console, StepMetrics
 from podium.observe.metrics import MetricsFile
 from podium.runs.events import recoveries
@@ -34,6 +35,16 @@ class TwoRanks(Mesh):
 
     def gather(self, value: Any) -> list[Any]:
         return [value, self.other]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers(Mesh):
+    """Rank 0, and what rank 1 says each time."""
+
+    others: list[Any]
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.others.pop(0)]
 
 
 ALONE = Mesh(rank=0, world=1, device=torch.device("cpu"), devices=None)
@@ -73,14 +84,56 @@ class TestTheNewestState:
 
         assert state(newest_state(run, memory, ALONE)) == (memory, 7)
 
-    @pytest.mark.parametrize("snapshots", [(), (4, 5), (5, 6)])
-    def test_is_a_checkpoint_where_no_snapshot_is_later(
+    @pytest.mark.parametrize("snapshots", [(), (4, 5)])
+    def test_is_a_checkpoint_that_is_later_than_all_snapshots(
         self, snapshots: tuple[int, ...], run: RunFolder, memory: Path
     ) -> None:
         save(run.checkpoints, 3, 6)
         save(memory, *snapshots)
 
         assert state(newest_state(run, memory, ALONE)) == (run.checkpoints, 6)
+
+    def test_is_a_snapshot_where_no_checkpoint_is_later(self, run: RunFolder, memory: Path) -> None:
+        save(run.checkpoints, 3, 6)
+        save(memory, 5, 6)
+        (run.checkpoints / "step-00000006" / "rank-00000.json").unlink()  # it is not read
+
+        assert state(newest_state(run, memory, ALONE)) == (memory, 6)
+
+    @pytest.mark.parametrize(("snapshots", "step"), [((), 3), ((2, 3), 3), ((4, 5), 5)])
+    def test_passes_over_damaged_checkpoints_and_sets_them_aside(
+        self, snapshots: tuple[int, ...], step: int, run: RunFolder, memory: Path
+    ) -> None:
+        """They would count as saved when the run gets to their steps again."""
+        warnings: list[str] = []
+        save(run.checkpoints, 3, 6, 9)
+        save(memory, *snapshots)
+        for each in (6, 9):
+            (run.checkpoints / f"step-{each:08d}" / "rank-00000.json").write_text("{}")
+
+        found = newest_state(run, memory, ALONE, warnings.append)
+
+        assert state(found) == (memory if snapshots else run.checkpoints, step)
+        assert [each.step for each in saved_steps(run.checkpoints)] == [3]
+        assert ["step-00000009/rank-00000.json is damaged" in each for each in warnings] == [True, False]
+        assert "The run goes on from an older state." in warnings[1]
+
+    def test_is_one_that_no_rank_finds_damaged(self, run: RunFolder) -> None:
+        save(run.checkpoints, 3, 6)
+        mesh = Answers(
+            rank=0, world=2, device=torch.device("cpu"), devices=None,
+            others=[([3, 6], ()), "step-00000006 is damaged", ""],
+        )  # fmt: skip
+
+        assert state(newest_state(run, None, mesh)) == (run.checkpoints, 3)
+
+    def test_damaged_checkpoints_and_nothing_else_are_an_error(self, run: RunFolder) -> None:
+        """To begin again would throw away the run's work without a word."""
+        save(run.checkpoints, 3)
+        (run.checkpoints / "step-00000003" / "rank-00000.json").write_text("{}")
+
+        with pytest.raises(CheckpointError, match=r"damaged.* No other one is whole"):
+            newest_state(run, None, ALONE)
 
     def test_is_a_snapshot_where_there_is_no_checkpoint(self, run: RunFolder, memory: Path) -> None:
         save(memory, 1)
@@ -95,8 +148,9 @@ class TestTheNewestState:
         save(run.checkpoints, 3)
         save(memory, 6, 7)
 
-        assert state(newest_state(run, memory, with_other((3, (5, 6))))) == (memory, 6)
-        assert state(newest_state(run, memory, with_other((3, ())))) == (run.checkpoints, 3)
+        assert state(newest_state(run, memory, with_other(([3], (5, 6))))) == (memory, 6)
+        mesh = Answers(rank=0, world=2, device=torch.device("cpu"), devices=None, others=[([3], ()), ""])
+        assert state(newest_state(run, memory, mesh)) == (run.checkpoints, 3)
 
     def test_is_no_snapshot_that_was_just_being_overwritten(self, run: RunFolder, memory: Path) -> None:
         save(memory, 6, 7)
