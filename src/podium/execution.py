@@ -19,6 +19,7 @@ from podium.checks import check_recipe
 from podium.data.fingerprints import files_fingerprint, text_fingerprint
 from podium.errors import BadRowError, ProgramRaisedError, RecipeError, RunFolderError
 from podium.observe import Console, StartUpLog, open_run_console
+from podium.observe.metrics import newest_step
 from podium.observe.recording import LogFile
 from podium.recipe import OnPolicyRecipe, Recipe, SpmdRecipe
 from podium.recipe.changes import changes, is_training_data, reason_against, what_matters
@@ -344,6 +345,7 @@ def _launch(
             launch(
                 run_rank, (task,), ranks=placement.devices, restarts=placement.restarts, stop_file=stop,
                 stacks_file=folder.stacks_file, note=console.note,
+                newest_step=lambda: newest_step(folder.metrics_file),
             )
         )  # fmt: skip
 

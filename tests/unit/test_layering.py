@@ -55,6 +55,7 @@ TORCH_FREE = (
     "cli",
     "supervising",
     "spmd.launch",
+    "spmd.restart_budget",
     "spmd.on_ray",
     "models.adapter_folder",
     "models.folder",

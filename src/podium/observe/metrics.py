@@ -116,6 +116,11 @@ def read_last_metrics(path: Path) -> list[StepMetrics]:
     return [metrics for metrics in parsed if metrics is not None]
 
 
+def newest_step(path: Path) -> int:
+    """The newest step of a metrics file; 0: it has none."""
+    return max((each.step for each in read_last_metrics(path)), default=0)
+
+
 def _line(metrics: StepMetrics) -> str:
     taken = [name for name in _RESERVED if name in metrics.values]
     assert not taken, f"{taken} are fields of StepMetrics, not names of values"

@@ -260,9 +260,10 @@ class SpmdPlacementSection(PlacementSection):
     )
     restarts: NonNegative = Field(
         0,
-        description="How often all ranks are restarted when one dies. They go on after the last step, which is then "
-        "kept in memory (on a GPU after one of the last, if a copy of each would take over 2% of the time), or from "
-        "the last checkpoint where memory does not suffice. 0: a death ends the run.",
+        description="How often all ranks are restarted when one dies before another step must be completed. They go on "
+        "after the last step, which is then kept in memory (on a GPU after one of the last, if a copy of each would "
+        "take over 2% of the time), or from the last checkpoint where memory does not suffice. 0: a death ends the "
+        "run.",
     )
 
 

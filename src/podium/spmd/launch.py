@@ -26,6 +26,7 @@ from podium.engine.addresses import FileMeeting, Meeting
 from podium.errors import LaunchError, PodiumError
 from podium.runs.interrupts import STOPPING, InterruptHandler
 from podium.runs.stack_dumps import allow_dumps, dumped_stacks, dumper_name, innermost
+from podium.spmd.restart_budget import Restart, RestartBudget
 
 Result = TypeVar("Result")
 
@@ -33,21 +34,6 @@ Result = TypeVar("Result")
 _NO_WORDS = "<NONE>"
 _LOOK_S = 0.2
 _GRACE_S = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restart:
-    """A restart of all ranks after one of them died or failed."""
-
-    number: int  # 1, 2, ...
-    most: int
-    cause: str
-    failed_s: float  # when it was noticed, on the monotonic clock of this machine
-
-    @property
-    def title(self) -> str:
-        """How the console names it."""
-        return f"restart {self.number} of {self.most}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +46,7 @@ class RankPlace:
     local_world: int | None = 1  # ranks on this machine; None: the launcher does not say
     attempt: int = 0  # number of earlier restarts of the group
     restart: Restart | None = None  # the last of them, if `launch` made it
-    restarts_left: int = 0  # that `launch` will still make
+    restarts_left: int = 0  # that `launch` will still make if no step is completed
     node: str = ""  # the machine, if there may be several
     launched: bool = False  # started by `launch`, which handles the user's Ctrl-C
     is_followed: bool = False  # rank 0 prints to the run's console.log, which its launcher shows
@@ -77,37 +63,40 @@ def place_under_torchrun() -> RankPlace | None:
 def launch(
     main: Callable[..., Result], args: tuple[Any, ...], *, ranks: int, restarts: int, stop_file: Path | None,
     stacks_file: Path | None = None, note: Callable[[str], object] = lambda text: None,
+    newest_step: Callable[[], int] = lambda: 0,
 ) -> Result:  # fmt: skip
     """Runs `main(RankPlace, *args)` on every rank; returns the result of rank 0.
 
     A single rank runs in this process, where a debugger can reach it. Several ranks run as processes, and this process
-    waits for them. The first Ctrl-C asks them to save and stop (if there is a `stop_file`), the second ends all
-    ranks. When a rank dies or fails, all are ended and started again, up to `restarts` times; `note` gets a line about
-    each restart. Where the other ranks were when one failed is appended to `stacks_file`: it may have waited for one
-    that hangs."""
+    waits for them. The first Ctrl-C asks them to save and stop (if there is a `stop_file`), the second ends all ranks.
+    When a rank dies or fails, all are ended and started again, up to `restarts` times without a completed step between
+    them, of which `newest_step` tells the last; `note` gets a line about each restart. Where the other ranks were when
+    one failed is appended to `stacks_file`: it may have waited for one that hangs."""
     if ranks == 1 and restarts == 0:
         return main(RankPlace(), *args)
     with tempfile.TemporaryDirectory(prefix="podium-") as meeting, InterruptHandler(stop_file) as interrupts:
-        restart: Restart | None = None
-        for attempt in range(restarts + 1):
+        budget, restart = RestartBudget(restarts), None
+        while True:
             entry = _RankEntry(
                 main=main, args=args, parent=os.getpid(), meeting=Path(meeting), restart=restart,
-                restarts_left=restarts - attempt,
+                restarts_left=restarts if restart is None else restart.left,
             )  # fmt: skip
             outcome, processes = _Outcome(), _RankProcesses(stacks_file)
             agent = threading.Thread(target=_run_agent, args=(outcome, entry, ranks), name="elastic-agent", daemon=True)
             agent.start()
             while agent.is_alive():
                 agent.join(timeout=_LOOK_S)
-                processes.look(ends_others=attempt < restarts)
+                processes.look(ends_others=lambda: budget.has_left(newest_step()))
             if interrupts.ended:
                 raise KeyboardInterrupt
             if processes.told:
                 note(processes.told)
-            if not outcome.can_restart or attempt == restarts:
+            if not outcome.can_restart:
                 break
             cause = str(outcome.error).splitlines()[0]
-            restart = Restart(number=attempt + 1, most=restarts, cause=cause, failed_s=processes.failed_s)
+            restart = budget.restart(cause, step=newest_step(), failed_s=processes.failed_s)
+            if restart is None:
+                break
             note(f"{restart.title}: {cause}")
     if outcome.error is not None:
         raise outcome.error
@@ -131,14 +120,14 @@ class _RankProcesses:
         """When the first one was seen to have failed, on the monotonic clock; now if none was."""
         return time.monotonic() if self._failed_s is None else self._failed_s
 
-    def look(self, *, ends_others: bool) -> None:
+    def look(self, *, ends_others: Callable[[], bool]) -> None:
         """Looks which are there. `ends_others`: kills those that are left some seconds after one was killed."""
         self._ranks |= set(multiprocessing.active_children()) - self._others
         if self._failed_s is None and any(rank.exitcode for rank in self._ranks):
             self._failed_s = time.monotonic()
             self._dump([rank.pid for rank in self._ranks if rank.exitcode is None])
         was_killed = any((rank.exitcode or 0) < 0 for rank in self._ranks)
-        if ends_others and was_killed and time.monotonic() - self.failed_s > _GRACE_S:
+        if was_killed and time.monotonic() - self.failed_s > _GRACE_S and ends_others():
             for rank in self._ranks:
                 rank.kill()
 
@@ -179,7 +168,7 @@ class _RankEntry:
 
     @property
     def attempt(self) -> int:
-        return 0 if self.restart is None else self.restart.number
+        return 0 if self.restart is None else self.restart.attempt
 
     def __call__(self) -> Any:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into a request through the stop file

@@ -32,12 +32,14 @@ from podium.cluster.member import Timeouts
 from podium.errors import LaunchError, PlacementError, PodiumError, ProgramRaisedError, RoleError, WorkerDiedError
 from podium.observe import Console
 from podium.observe.console import PlainConsole
+from podium.observe.metrics import newest_step
 from podium.observe.recording import LogFile, tolerate_no_reader
 from podium.recipe import SpmdPlacementSection
 from podium.recipe.policy_mesh import no_place
 from podium.runs.folder import RunFolder
 from podium.runs.interrupts import InterruptHandler
-from podium.spmd.launch import RankPlace, Restart
+from podium.spmd.launch import RankPlace
+from podium.spmd.restart_budget import Restart, RestartBudget
 
 if TYPE_CHECKING:
     from podium.runs.result import RunResult
@@ -78,8 +80,8 @@ class SpmdRank:
         placement = task.recipe.placement
         mesh = with_axes(mesh, placement.mesh_sizes, timeout_s=placement.timeout_s)
         where = RankPlace(
-            rank=context.rank, world=context.world, attempt=0 if restart is None else restart.number, restart=restart,
-            restarts_left=task.recipe.placement.restarts - (0 if restart is None else restart.number),
+            rank=context.rank, world=context.world, attempt=0 if restart is None else restart.attempt, restart=restart,
+            restarts_left=placement.restarts if restart is None else restart.left,
             node=context.worker.node, launched=True, is_followed=True,
         )  # fmt: skip
         with _console_of(RunFolder(path=task.folder), main=mesh.is_main):
@@ -145,13 +147,14 @@ async def _started(placement: SpmdPlacementSection, cluster: Cluster, folder: Ru
 
 
 async def _run(workers: Workers, task: RankTask, log: Console, tracebacks: list[str]) -> RunResult:
-    """Runs the program until it ends. After a failure the ranks are started again while restarts are left.
+    """Runs the program until it ends. After a failure the ranks are started again while restarts are left, which a
+    completed step gives back.
     Waits for the ranks without a deadline; a death, a failure or the user's second Ctrl-C unblocks it. `tracebacks`
     gets those of a custom program."""
-    restarts, worker_pool = task.recipe.placement.restarts, workers.worker_pool(_POOL)
+    budget, worker_pool = RestartBudget(task.recipe.placement.restarts), workers.worker_pool(_POOL)
     group = workers.role("rank", SpmdRank).within(_RUN_S)
     restart: Restart | None = None
-    for attempt in range(restarts + 1):
+    while True:
         try:
             failed_ago_s = 0.0 if restart is None else time.monotonic() - restart.failed_s
             answers = await group.call_all(SpmdRank.run, restart, failed_ago_s, task)
@@ -162,14 +165,13 @@ async def _run(workers: Workers, task: RankTask, log: Console, tracebacks: list[
             )
             if isinstance(failure, ProgramRaisedError) and failure.traceback_text is not None:
                 tracebacks.append(failure.traceback_text)
-            if attempt == restarts:
+            cause, step = str(failure).splitlines()[0], newest_step(RunFolder(path=task.folder).metrics_file)
+            restart = budget.restart(cause, step=step, failed_s=time.monotonic())
+            if restart is None:
                 raise failure from error
-            cause = str(failure).splitlines()[0]
-            restart = Restart(number=attempt + 1, most=restarts, cause=cause, failed_s=time.monotonic())
             log.note(f"{restart.title}: {cause}")
             # Also after all ranks answered: state that a failure left in a process must not survive.
             await workers.recover(_POOL, everyone=True)
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _layout(placement: SpmdPlacementSection, gpus: float, folder: RunFolder) -> Layout:

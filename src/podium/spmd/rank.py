@@ -41,7 +41,7 @@ from podium.recipe import RewardModelRecipe, SpmdRecipe
 from podium.runs.failing import all_failed_after
 from podium.runs.folder import RunFolder
 from podium.runs.header import header_lines, model_line
-from podium.runs.host_memory import remove_memory
+from podium.runs.host_memory import claim_launch, remove_memory
 from podium.runs.log import open_log
 from podium.runs.milestones import Milestones
 from podium.runs.program_errors import named_program
@@ -107,6 +107,8 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
         console = _console(where, recipe, folder)
         stack.callback(console.close)
         memory = snapshot_folder(folder.path, task.launch_id)
+        if memory is not None and (claim := claim_launch(memory)) is not None:
+            stack.enter_context(claim)  # what a killed launch leaves on this node, the next run here removes
         begin = _begin(task, folder, where, mesh, memory, console)
         # At once: a restart must not take later checkpoints of an earlier life for its own.
         later: list[int] = []
@@ -124,8 +126,6 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
                 bring_back(folder.checkpoints, later)
             raise
         report_restart(where, folder, console, 0 if begin is None else begin.step)
-        if memory is not None and not where.restarts_left:
-            _remove_snapshots(memory, mesh)  # all ranks have read them, and no restart follows
         try:
             program = task.load_program(recipe.program)
             with named_program(recipe, folder, is_followed=where.is_followed):

@@ -28,7 +28,7 @@ def snapshot_folder(run: Path, launch_id: str | None) -> Path | None:
     """Where ranks of one launch keep their snapshots. Snapshots of earlier launches are elsewhere: a run that was
     resumed by hand may have been changed. None: there are no snapshots."""
     memory = memory_folder(run) if launch_id is not None else None
-    return None if memory is None or launch_id is None else memory / launch_id
+    return None if memory is None or launch_id is None else memory / f"launch-{launch_id}"
 
 
 def newest_state(
@@ -70,8 +70,8 @@ def _whole_on_all_ranks(path: Path, mesh: Mesh, warn: Callable[[str], object]) -
 
 
 def open_snapshots(where: RankPlace, memory: Path | None, engine: TrainEngine) -> MemorySnapshots | None:
-    """What takes the snapshots of this rank; None where no later restart could use them."""
-    if memory is None or not where.restarts_left:
+    """What takes the snapshots of this rank; None where there are no restarts."""
+    if memory is None:
         return None
     return MemorySnapshots(memory, engine.mesh, node=where.node, pieces=lambda: checkpoint_shards(engine))
 

@@ -19,11 +19,12 @@ from podium.engine.mesh import Mesh
 from podium.engine.train_step import TrainEngine
 from podium.errors import CheckpointError
 from podium.observe import Console, StepMetrics
-from podium.observe.metrics import MetricsFile
+from podium.observe.metrics import MetricsFile, newest_step
 from podium.runs.events import recoveries
 from podium.runs.folder import RunFolder
 from podium.runs.milestones import Milestones
-from podium.spmd.launch import RankPlace, Restart
+from podium.spmd.launch import RankPlace
+from podium.spmd.restart_budget import Restart, RestartBudget
 from podium.spmd.restarting import newest_state, open_snapshots, report_restart, restarted_milestones, snapshot_folder
 
 
@@ -164,12 +165,57 @@ def test_snapshots_of_another_launch_are_elsewhere(tmp_path: Path) -> None:
     assert snapshot_folder(tmp_path, "one") != snapshot_folder(tmp_path, "two")
 
 
-def test_the_last_attempt_takes_no_snapshots(memory: Path) -> None:
+def test_every_attempt_takes_snapshots_where_there_are_restarts(memory: Path) -> None:
+    """A step that the last one completes gives it more."""
     engine = Mock(spec=TrainEngine, mesh=ALONE)
 
-    assert open_snapshots(RankPlace(restarts_left=0), memory, engine) is None
     assert open_snapshots(RankPlace(restarts_left=1), None, engine) is None
     assert open_snapshots(RankPlace(restarts_left=1), memory, engine) is not None
+    assert open_snapshots(RankPlace(restarts_left=0), memory, engine) is not None
+
+
+class TestTheBudgetOfRestarts:
+    def numbers(self, most: int, *newest_steps: int) -> list[int | None]:
+        """The number of each restart; None: the run ends."""
+        budget = RestartBudget(most)
+        answers = [budget.restart("it died", step=step, failed_s=0.0) for step in newest_steps]
+        return [None if each is None else each.number for each in answers]
+
+    def test_counts_failures_without_a_completed_step_between_them(self) -> None:
+        assert self.numbers(2, 5, 5, 5) == [1, 2, None]
+        assert self.numbers(2, 0, 0, 0) == [1, 2, None]
+        assert self.numbers(0, 7) == [None]
+
+    def test_is_whole_again_after_each_completed_step(self) -> None:
+        assert self.numbers(2, 5, 5, 6, 6, 7, 7, 7) == [1, 2, 1, 2, 1, 2, None]
+
+    def test_is_not_renewed_by_steps_that_were_completed_before(self) -> None:
+        """A restart may go back some steps, and fail before it is where the last one was."""
+        assert self.numbers(2, 5, 3, 4) == [1, 2, None]
+        assert self.numbers(2, 5, 3, 5) == [1, 2, None]
+
+    def test_says_whether_a_failure_would_be_answered(self) -> None:
+        budget = RestartBudget(1)
+        assert budget.has_left(5)
+        budget.restart("it died", step=5, failed_s=0.0)
+
+        assert [budget.has_left(step) for step in (4, 5, 6)] == [False, False, True]
+
+    def test_numbers_attempts_over_the_whole_launch(self) -> None:
+        budget = RestartBudget(1)
+        restarts = [budget.restart("it died", step=step, failed_s=0.0) for step in (1, 2, 3)]
+
+        numbers = [(each.attempt, each.number, each.left) for each in restarts if each is not None]
+        assert numbers == [(1, 1, 0), (2, 1, 0), (3, 1, 0)]
+
+
+def test_the_newest_step_is_that_of_the_metrics(run: RunFolder) -> None:
+    assert newest_step(run.metrics_file) == 0
+    with MetricsFile(run.metrics_file) as file:
+        for step in (3, 4, 4):
+            file.append(StepMetrics(step=step, time_s=0.0, values={"loss": 1.0}))
+
+    assert newest_step(run.metrics_file) == 4
 
 
 class TestMilestonesOfARestartedRun:
@@ -202,7 +248,7 @@ class TestMilestonesOfARestartedRun:
 
 def test_a_restart_is_reported_with_its_time_and_kept_in_the_events(run: RunFolder) -> None:
     console = Mock(spec=Console)
-    restart = Restart(number=2, most=3, cause="rank 1 died with SIGKILL", failed_s=time.monotonic() - 4.0)
+    restart = Restart(attempt=2, number=2, most=3, cause="rank 1 died with SIGKILL", failed_s=time.monotonic() - 4.0)
 
     report_restart(RankPlace(attempt=2, restart=restart), run, console, 7)
     report_restart(RankPlace(rank=1, attempt=2, restart=restart), run, console, 7)
