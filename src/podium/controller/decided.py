@@ -17,7 +17,6 @@ from podium.controller.scheduling import (
     Event,
     GiveBack,
     GradeGroup,
-    GroupGraded,
     Lend,
     Publish,
     Recall,
@@ -40,16 +39,18 @@ class Decided:
         self.retirements: list[Retire] = []
         self.lending: Lend | Recall | None = None
         self.start: StartStep | None = None
-        self.ended: set[int] = set()  # groups whose episodes have all ended, without void ones
-        self.num_ungraded = 0  # groups whose episodes have all ended, and that have no rewards yet
 
     def tell(self, event: Event) -> None:
         """Tells the scheduler what happened. Where it has more to do than one decision should take, it goes on at
         once."""
-        self.num_ungraded -= isinstance(event, GroupGraded)
         actions: Sequence[Action] = self._decide(event)
         while actions and isinstance(actions[-1], Continue):
             actions = self._decide(Continued())
+
+    @property
+    def lacks_only_rewards(self) -> bool:
+        """Whether the next step waits for rewards alone."""
+        return self._scheduler.lacks_only_rewards
 
     def _decide(self, event: Event) -> Sequence[Action]:
         actions = self._scheduler.decide(event)
@@ -68,13 +69,8 @@ class Decided:
                     self.retirements.append(action)
                 case Lend() | Recall():
                     self.lending = action
-                case GradeGroup():  # grading has begun: episodes are graded as they end
-                    self.ended.add(action.group)
-                    self.num_ungraded += 1
-                case Void():  # it stays with its step
-                    self.ended.discard(action.group)
-                case EndRun() | Continue():
-                    pass
+                case GradeGroup() | Void() | EndRun() | Continue():
+                    pass  # episodes are graded as they end, and a void group stays with its step
                 case other:
                     assert_never(other)
         return actions

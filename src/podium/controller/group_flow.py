@@ -127,9 +127,8 @@ class GroupFlow:
 
     @property
     def lacks_only_rewards(self) -> bool:
-        """Whether the episodes of enough groups for the next step have ended, and rewards are missing. With staleness a
-        step may then still wait for a slow group that is due."""
-        return len(self._decided.ended) >= self.settings.groups_per_step and self._decided.num_ungraded > 0
+        """Whether all episodes that the next step waits for have ended, and rewards of some are missing."""
+        return self._decided.lacks_only_rewards
 
     def open(self, lanes: Mapping[int, int], *, grades_single: bool) -> None:
         """Tells the scheduler which workers there are; nothing is running. `lanes`: by rank, episodes that each runs at
@@ -357,7 +356,6 @@ class GroupFlow:
         start, self._decided.start = self._decided.start, None
         recipe, numbers = self._parts.recipe, sorted((*start.groups, *start.voided))
         groups = [self._groups.pop(number) for number in numbers]
-        self._decided.ended.difference_update(numbers)
         joined = Rollouts.join([group.rollouts for group in groups])
         rollouts = replace(joined, step=step, version=self._state.version, metrics=metrics)
         still_used = {id(piece) for group in self._groups.values() for piece in group.pieces}

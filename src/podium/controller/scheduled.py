@@ -85,9 +85,11 @@ class LiveGroups:
         self.by_number: dict[int, ScheduledGroup] = {}
         self.due: Counter[int] = Counter()  # deadline -> groups
         self.num_graded = 0
+        self.num_ended = 0  # groups whose episodes have all ended, and that are not graded
         self._graded: dict[int, list[int]] = {}  # deadline -> graded groups, ascending
         self._ungraded: dict[int, dict[int, ScheduledGroup]] = {}  # deadline -> the others, in the order of numbers
         self._num_missing: Counter[int] = Counter()  # deadline -> episodes of these that have not ended
+        self._num_ended: Counter[int] = Counter()  # deadline -> of these groups
         self._claimed: deque[Iterator[int]] = deque()  # to be forgotten, by step
 
     def numbers(self) -> list[int]:
@@ -107,17 +109,21 @@ class LiveGroups:
         """An episode of it has ended."""
         group.missing.discard(sample)
         self._num_missing[group.deadline] -= 1
+        if not group.missing:
+            self._count_ended(group.deadline, 1)
 
     def grade(self, group: ScheduledGroup) -> None:
         """All its episodes have their rewards."""
         del self._ungraded[group.deadline][group.number]
         insort(self._graded.setdefault(group.deadline, []), group.number)
         self.num_graded += 1
+        self._count_ended(group.deadline, -1)
 
     def drop(self, group: ScheduledGroup) -> None:
         """A group that is void and was not graded."""
         del self.by_number[group.number]
         del self._ungraded[group.deadline][group.number]
+        self._count_ended(group.deadline, -1)
         self._leave(group.deadline, 1)
 
     def leave_room(self, deadline: int, rooms: Mapping[int, int]) -> bool:
@@ -131,6 +137,10 @@ class LiveGroups:
     def num_graded_by(self, deadline: int) -> int:
         """Graded groups with this deadline."""
         return len(self._graded.get(deadline, ()))
+
+    def num_ended_by(self, deadline: int) -> int:
+        """Groups with this deadline whose episodes have all ended, graded or not."""
+        return self.num_graded_by(deadline) + self._num_ended[deadline]
 
     def nearest(self, most: int) -> dict[int, int]:
         """The graded groups with the nearest deadlines: how many of each deadline. Of these the first ones of the data
@@ -189,6 +199,10 @@ class LiveGroups:
                 num_episodes += self._num_missing[deadline] - sum(len(group.missing) for group in others)
         return num_episodes, num_left
 
+    def _count_ended(self, deadline: int, change: int) -> None:
+        self.num_ended += change
+        self._num_ended[deadline] += change
+
     def _leave(self, deadline: int, count: int) -> None:
         self.due[deadline] -= count
         if not self.due[deadline]:
@@ -196,3 +210,4 @@ class LiveGroups:
             self._graded.pop(deadline, None)
             self._ungraded.pop(deadline, None)
             self._num_missing.pop(deadline, None)
+            self._num_ended.pop(deadline, None)

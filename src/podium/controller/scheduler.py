@@ -23,7 +23,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import assert_never
 
 from podium.controller.lending import Lending, to_give_back
@@ -150,6 +150,11 @@ class GroupScheduler:
             actions.append(Continue())
         return actions
 
+    @property
+    def lacks_only_rewards(self) -> bool:
+        """Whether the next step could start if all groups whose episodes have ended were graded, and cannot yet."""
+        return self._live.num_ended > 0 and self._has_enough(with_ended=True) and not self._has_enough()
+
     # --- events ---
 
     def _join(self, event: WorkerJoined) -> None:
@@ -274,10 +279,9 @@ class GroupScheduler:
             self._has_ended, self._to_void = True, deque(self._live.numbers())
             yield from self._end(self._to_void)
             return
-        step, num_most = self._started + 1, self._settings.groups_per_step
-        if self._live.num_graded < num_most - self._num_short or not self._leaves_room(step):
+        if not self._has_enough():
             return
-        taken = self._live.nearest(num_most)
+        step, taken = self._started + 1, self._live.nearest(self._settings.groups_per_step)
         if not self._are_acknowledged(taken):
             return  # the worker's acknowledgement is on its way
         if self._lending.state != "home":
@@ -432,13 +436,22 @@ class GroupScheduler:
             self._rooms[deadline] = deadline > self._started and self._live.leave_room(deadline, rooms)
         return self._rooms[deadline]
 
-    def _leaves_room(self, step: int) -> bool:
+    def _has_enough(self, *, with_ended: bool = False) -> bool:
+        """Whether the next step has enough graded groups, and may leave the others. `with_ended`: if groups whose
+        episodes have ended were graded."""
+        num = self._live.num_graded + (self._live.num_ended if with_ended else 0)
+        if num < self._settings.groups_per_step - self._num_short:
+            return False
+        by_deadline = self._live.num_ended_by if with_ended else self._live.num_graded_by
+        return self._leaves_room(self._started + 1, by_deadline)
+
+    def _leaves_room(self, step: int, num_graded_by: Callable[[int], int]) -> bool:
         """Whether the steps after this one have room for all groups that it leaves, if it takes the graded groups with
-        the nearest deadlines."""
+        the nearest deadlines. `num_graded_by`: how many are graded, by deadline."""
         num_due = num_graded = 0
         for deadline in sorted(self._live.due):
             num_due += self._live.due[deadline]
-            num_graded += self._live.num_graded_by(deadline)
+            num_graded += num_graded_by(deadline)
             if num_due - num_graded > self._settings.groups_per_step * (deadline - step):
                 return False
         return True

@@ -87,6 +87,28 @@ def test_the_faster_of_two_generators_waits_for_the_learner_and_then_for_the_tai
     assert metrics[2]["learner/idle_s"] == pytest.approx(38.0)
 
 
+def test_a_wait_for_an_episode_that_is_due_is_none_for_rewards(tmp_path: Path) -> None:
+    """As before, with 3 s of grading: step 1 is committed at 25 s, and step 2 cannot start without group 3, which ends
+    at 60 s. Groups 4 and 5 of generator 0 end at 35 s and 45 s. From then on the episodes of two groups have ended and
+    a reward is missing for 3 s each, but it is group 3 that the learner waits for."""
+    rollout = {"prompts_per_step": 2, "samples_per_prompt": 2, "max_running": 2, "staleness": 1}
+    placement = {"layout": "split", "devices": 3, "rollout_devices": 2}
+    recipe = simulated_recipe(tmp_path, rollout=rollout, placement=placement, steps=3)
+    slow = SimulatedSlowness(at_s=0.0, pool=ROLLOUT, slot=1, seconds=1e6, factor=3.0)
+
+    costs = replace(PLAIN, update=UpdateCost(token_s=0.05), grading_s=LogNormal(median=3.0))
+    run = simulate_run(grpo, recipe, RunFolder.create(recipe), costs, faults=[slow])
+
+    metrics = metrics_by_step(run.result.folder)
+    assert run.committed_s[:2] == pytest.approx([25.0, 65.0])
+    assert metrics[1]["time/grade_s"] == pytest.approx(3.0)
+    assert metrics[2]["time/grade_s"] == pytest.approx(3.0)
+    assert metrics[2]["time/wait_s"] == pytest.approx(35.0)
+    assert metrics[2]["learner/idle_s/grading"] == pytest.approx(3.0)
+    assert metrics[2]["learner/idle_s/other_role"] == pytest.approx(20.0)
+    assert metrics[2]["learner/idle_s/tail"] == pytest.approx(15.0)
+
+
 @pytest.mark.parametrize("layout", ["split", "elastic"])
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_causes_add_up_where_nothing_is_even(tmp_path: Path, layout: str, staleness: int) -> None:

@@ -124,6 +124,27 @@ def test_staleness_1_admits_the_next_step_while_the_first_is_trained() -> None:
     assert _steps(told.trains(0, 2)) == [StartStep(step=2, groups=(0, 2), voided=())]
 
 
+def test_a_step_that_waits_for_a_group_that_is_due_does_not_wait_for_rewards_alone() -> None:
+    told = Told(ScheduleSettings(steps=4, groups_per_step=1, samples=1, staleness=1, on_new_weights="keep"))
+    told(WorkerJoined(worker="a", lanes=8, version=0))
+    told(StepRequested())
+    assert not told.scheduler.lacks_only_rewards
+    told.ends(1)
+    assert told.scheduler.lacks_only_rewards
+    assert _steps(told(GroupGraded(group=1, is_uniform=False)))
+    told(StepCommitted(step=1, version=1))
+    assert _admitted(told(WeightsInstalled(worker="a", version=1))) == [(2, "a")]
+    told(StepRequested())
+    told.ends(2, version=1)
+    assert not told.scheduler.lacks_only_rewards  # group 0 began with version 0: step 2 must train on it
+    told.ends(0)
+    assert told.scheduler.lacks_only_rewards
+    assert not _steps(told(GroupGraded(group=2, is_uniform=False)))
+    assert told.scheduler.lacks_only_rewards
+    assert _steps(told(GroupGraded(group=0, is_uniform=False)))
+    assert not told.scheduler.lacks_only_rewards
+
+
 def test_a_worker_gets_a_group_when_a_lane_is_free() -> None:
     told = Told(ScheduleSettings(steps=1, groups_per_step=4, samples=2))
     told(WorkerJoined(worker="a", lanes=2, version=0))
