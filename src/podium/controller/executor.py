@@ -38,6 +38,10 @@ class Executor(Protocol):
         """Notes that a step is committed. Returns the histories of the groups that ended with it."""
         ...
 
+    def history(self, prompt_index: int) -> Sequence[str]:
+        """What happened to a group that ended with the last committed step, one event after the other."""
+        ...
+
     def open_groups(self) -> list[OpenGroupRecord]:
         """The histories so far of groups that are on their way to a step."""
         ...
@@ -99,6 +103,10 @@ class StepExecutor:
     def commit(self, step: int, *, is_updated: bool) -> list[GroupRecord]:
         """Notes that a step is committed."""
         return self._flow.commit(step, is_updated=is_updated)
+
+    def history(self, prompt_index: int) -> Sequence[str]:
+        """From its admission to its step."""
+        return self._flow.history(prompt_index)
 
     def open_groups(self) -> list[OpenGroupRecord]:
         """Those of a step that has not ended; none between two steps."""

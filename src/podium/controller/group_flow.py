@@ -69,6 +69,7 @@ class GroupFlow:
         self._numbers: dict[int, int] = {}  # prompt index -> group, until its step begins
         self._prompt_indices: dict[int, int] = {}  # group -> prompt index, until its step is committed
         self._finished: list[GroupHistory] = []  # groups that are void, and that no step has collected yet
+        self._last: dict[int, GroupHistory] = {}  # prompt index -> group that ended with the last committed step
         self._failed: set[int] = set()  # prompt indices of the step's groups that were dropped
         self._done: set[int] = set()  # prompt indices that are trained or void, above that of the oldest live group
         self._running: Counter[str] = Counter()  # worker -> episodes that it was given and that have not ended
@@ -386,9 +387,16 @@ class GroupFlow:
         self.tell(StepCommitted(step=step, version=step if is_updated else None))
         finished = [*self._finished, *self._audit.take_finished()]
         self._finished = [each for each in finished if each.number in self._groups]
-        records = [self._record(each, step) for each in finished if each.number not in self._groups]
+        ended = [each for each in finished if each.number not in self._groups]
+        self._last = {self._prompt_indices[each.number]: each for each in ended}
+        records = [self._record(each, step) for each in ended]
         self._failed.clear()
         return records
+
+    def history(self, prompt_index: int) -> Sequence[str]:
+        """The events and actions of a group that ended with the last committed step."""
+        history = self._last.get(prompt_index)
+        return [] if history is None else [str(each) for each in history.events]
 
     def _record(self, history: GroupHistory, step: int) -> GroupRecord:
         """The ledger's row of a group that has ended. One that was dropped because an episode of it failed had its

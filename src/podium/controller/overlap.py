@@ -9,7 +9,7 @@ learner's devices generate while the program waits for its next step. Generators
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, assert_never
 
 from podium.cluster import ObjectScope
@@ -96,6 +96,10 @@ class OverlapExecutor:
             self._storing = self._start(self._store, self._state.version)
         self._send()
         return records
+
+    def history(self, prompt_index: int) -> Sequence[str]:
+        """From its admission to its step."""
+        return self._flow.history(prompt_index)
 
     def open_groups(self) -> list[OpenGroupRecord]:
         """All that no committed step has trained on."""

@@ -207,7 +207,7 @@ def _update(report: UpdateReport) -> dict[str, float]:
         "micro_steps": float(report.micro_steps),
         "trained_tokens": float(report.num_tokens),
     }
-    if gap.count:
+    if gap.count and not gap.is_truncated:
         metrics |= {"gap/mean": gap.mean, "gap/max": gap.largest}
     if report.kept_mass is not None:
         metrics["correction/kept_mass"] = report.kept_mass

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,10 @@ class ReplayExecutor:
         """The recorded histories of the groups that ended with the step."""
         recorded, self._step = self._step, None
         return list(recorded.groups) if recorded is not None else []
+
+    def history(self, prompt_index: int) -> Sequence[str]:
+        """None: a record has what became of a group, and not how."""
+        return []
 
     def open_groups(self) -> list[OpenGroupRecord]:
         """None: nothing is on its way."""

@@ -146,7 +146,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
             await self._log.record(
                 step, batch, policy=policy, critic=critic,
                 kl_coefficient=step.kl_coefficient if kl is not None else None, metrics=metrics or {}, groups=groups,
-                open_groups=self._executor.open_groups(),
+                history=self._executor.history, open_groups=self._executor.open_groups(),
             )  # fmt: skip
         finally:  # a step that stops the run (it diverged, a logger failed) can be saved like any other
             self._resume_values = self._values_to_resume()

@@ -76,6 +76,7 @@ class GroupHistory:
     trained_step: int | None
     trained_version: int | None  # of the weights that the update started from
     void: VoidReason | None
+    events: Sequence[Event | Action] = field(default=(), compare=False, repr=False)  # that it was part of
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,6 +447,7 @@ class ScheduleAudit:
                 trained_step=group.step,
                 trained_version=group.version,
                 void=void,
+                events=group.events,
             )
         )
 

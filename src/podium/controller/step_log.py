@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from podium.algorithms.staleness import AgeStatistics
@@ -23,6 +23,9 @@ from podium.recipe import OnPolicyRecipe
 from podium.roles.stages import CriticReport, TrainBatch, UpdateReport
 from podium.runs.guards import DivergenceGuard
 from podium.weights.canary import GapLimits, GapWatch, LogprobGap
+
+# Of the group that is named when log-probs are wrong.
+_MOST_EVENTS = 32
 
 
 class StepLog:
@@ -69,9 +72,11 @@ class StepLog:
         kl_coefficient: float | None,
         metrics: Mapping[str, float],
         groups: Sequence[GroupRecord],
+        history: Callable[[int], Sequence[str]],
         open_groups: Sequence[OpenGroupRecord] = (),
     ) -> None:
-        """Records a finished step, and the groups that are on their way."""
+        """Records a finished step, and the groups that are on their way. `history`: prompt index -> what happened to a
+        group of the step."""
         parts, recipe = self._parts, self._parts.recipe
         since_perf, since_wall, before = self._marked
         seconds = {name: spent - before.get(name, 0.0) for name, spent in parts.watch.seconds().items()}
@@ -99,6 +104,8 @@ class StepLog:
             parts.log.console.note(note)
         parts.log.step(step_view(step.number, recipe, values), values)
         try:
+            if policy is not None:
+                _check_logprobs(step.number, policy.gap, groups, history)
             self._check(step.number, policy, is_warm_up=critic is not None and policy is None)
         except (TrainingDivergedError, InvariantError):
             await self.written()  # a step that stops the run is recorded too
@@ -125,7 +132,7 @@ class StepLog:
 
     def _check(self, step: int, report: UpdateReport | None, *, is_warm_up: bool) -> None:
         """Checks for steps without a finite loss, for a policy that runs away from the one that sampled, and for
-        engines whose log-probs differ from the policy's."""
+        engines whose log-probs differ a little from the policy's."""
         recipe, console = self._parts.recipe, self._parts.log.console
         if report is None:
             if not is_warm_up:
@@ -135,9 +142,8 @@ class StepLog:
             console.warning(f"step {step}: {report.skipped} optimizer steps were not finite and were skipped")
         self._guard.check(step, is_skipped=report.skipped > 0, suspect="rewards")
         algorithm = recipe.full_algorithm
-        stale = AgeStatistics.merge(report.ages.values()).kl
-        _check_kl(step, max(report.statistics.kl_k3, stale), algorithm.max_kl_behavior, recipe.rollout.staleness)
-        _check_logprobs(step, report.gap)
+        for kl in (report.statistics.kl_k3, AgeStatistics.merge(report.ages.values()).kl):
+            _check_kl(step, kl, algorithm.max_kl_behavior, recipe.rollout.staleness)
         if algorithm.correction is None:
             alarm = self._gaps.look(report.gap)
             if alarm is not None:
@@ -156,7 +162,7 @@ class StepLog:
 
 
 def _check_kl(step: int, kl: float, limit: float | None, staleness: int) -> None:
-    """Raises an error if `kl/behavior` or `staleness/kl` of a step is above `algorithm.max_kl_behavior`."""
+    """Raises an error if a KL, `kl/behavior` or `staleness/kl`, is above `algorithm.max_kl_behavior`."""
     if limit is None or not kl > limit:  # the guard of skipped steps counts those without a finite loss
         return
     stale = f"rollout.staleness (now {staleness}), " if staleness > 0 else ""
@@ -167,17 +173,29 @@ def _check_kl(step: int, kl: float, limit: float | None, staleness: int) -> None
     )
 
 
-def _check_logprobs(step: int, gap: LogprobGap) -> None:
+def _check_logprobs(
+    step: int, gap: LogprobGap, groups: Sequence[GroupRecord], history: Callable[[int], Sequence[str]]
+) -> None:
     """Raises an error if the log-probs that engines reported are not of the tokens they sampled, with a correction or
     without."""
-    if gap.is_of_other_tokens:
-        raise InvariantError(
-            f"step {step}: rollout and learner log-probs differ by {gap}. No rounding does that: they are of other "
-            "tokens or of other weights than the engine says, or of another distribution (invariant: behaviour "
-            f"log-probs).\nThe event: the update of step {step}, whose groups are in the ledger. This is a defect of "
-            "Podium or of the engine: compare them with `podium verify`, and report it with the run folder. What was "
-            "committed before this step is as it should be."
+    if not gap.is_of_other_tokens:
+        return
+    worst = ""
+    if gap.widest_group is not None:
+        prompt, mean = gap.widest_group
+        rows = [each for each in groups if each.prompt_index == prompt]
+        worst = (
+            f"\nThe group of prompt {prompt} has the largest difference: {mean:.2g} in the mean over "
+            f"{gap.by_group[prompt][1]} tokens.\nIts history:"
+            + "".join(f"\n  {each}" for each in (*rows, *history(prompt)[-_MOST_EVENTS:]))
         )
+    raise InvariantError(
+        f"step {step}: rollout and learner log-probs differ by {gap}. No rounding does that: they are of other "
+        "tokens or of other weights than the engine says, or of another distribution (invariant: behaviour "
+        f"log-probs).\nThe event: the update of step {step}, whose groups are in the ledger.{worst}\nThis is a defect "
+        "of Podium or of the engine: compare them with `podium verify`, and report it with the run folder. What was "
+        "committed before this step is as it should be."
+    )
 
 
 def step_view(step: int, recipe: OnPolicyRecipe, values: Mapping[str, float]) -> StepView:

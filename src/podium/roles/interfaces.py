@@ -127,7 +127,7 @@ class UpdateNote:
     """One rank's report of an update. Sums are of this rank; `losses` and the fields after it are of all ranks."""
 
     statistics: PolicyStatistics
-    gap: LogprobGap  # engine against learner, before the first optimizer step; of nothing with truncated sampling
+    gap: LogprobGap  # engine against learner, before the first optimizer step
     sampling: EffectiveSampleSize | None
     kept_mass: tuple[float, float]  # that truncated sampling kept, over tokens of the current version: sum and count
     ages: ByAge  # empty if no token is stale

@@ -50,6 +50,7 @@ class _Columns:
     correction_T: NDArray[np.float32] | None
     sampling: EffectiveSampleSize | None
     kept_mass: tuple[float, float]  # sum and count
+    gap: LogprobGap | None  # None: the learner's log-probs are not known yet
     ages: Mapping[int, AgeStatistics] | None  # None: the learner's log-probs are not known yet
     reference_T: NDArray[np.float32] | None
 
@@ -93,7 +94,7 @@ class PolicyUpdate:
         reports = [each.resolve() for each in pending]
         return UpdateNote(
             statistics=PolicyStatistics.merge([_statistics(each, logprobs, plan) for each, logprobs, _ in seen]),
-            gap=_gap(seen if _is_comparable(plan) else (), plan.version),
+            gap=columns.gap if columns.gap is not None else _gap(seen if _is_comparable(plan) else (), plan),
             sampling=columns.sampling,
             kept_mass=columns.kept_mass,
             ages=columns.ages if columns.ages is not None else _ages_of(seen, plan),
@@ -125,17 +126,19 @@ class PolicyUpdate:
             ).values_T  # fmt: skip
             proximal_s = time.perf_counter() - began
         advantages_T = self._advantages(block, shard, plan, trained_T, reference_T, old_T)
-        correction_T = sampling = ages = None
+        correction_T = sampling = ages = gap = None
         kept_mass = 0.0, 0.0
         if old_T is not behavior_T:
             ages = _ages(old_T[trained_T], behavior_T[trained_T], block.versions_T[trained_T], plan)
+            current_T = trained_T & (block.versions_T == plan.version)
+            delta_S = old_T[current_T].astype(np.float64) - behavior_T[current_T]
+            gap = LogprobGap.of(delta_S, _group_T(block)[current_T], is_truncated=plan.is_truncated)
             if plan.is_truncated:
-                current_T = trained_T & (block.versions_T == plan.version)
                 kept_mass = _kept_mass(old_T[current_T], behavior_T[current_T])
         if plan.correction is not None:
             correction_T = _correction(block, trained_T, old_T, plan.correction)
             sampling = effective_sample_size(torch.from_numpy(correction_T[trained_T]))
-            trained_T &= correction_T > 0  # dropped tokens do not count either
+            trained_T &= correction_T > 0  # dropped tokens do not count either; the gap has them
         in_loss = algorithm.kl is not None and algorithm.kl.where == "loss"
         columns = _Columns(
             trained_T=trained_T,
@@ -145,6 +148,7 @@ class PolicyUpdate:
             correction_T=correction_T,
             sampling=sampling,
             kept_mass=kept_mass,
+            gap=gap,
             ages=ages,
             reference_T=reference_T if in_loss else None,
         )
@@ -244,6 +248,7 @@ class PolicyUpdate:
             objective=objective,
             behavior_S=moved(columns.behavior_T),
             versions_S=block.versions_T[places_S],
+            group_S=_group_T(block)[places_S],
         )
 
 
@@ -253,6 +258,7 @@ class _Micro:
     objective: PolicyObjective
     behavior_S: Tensor
     versions_S: NDArray[np.int32]
+    group_S: Ints
     is_first: bool = False  # computed before any of the batch's optimizer steps
 
 
@@ -296,9 +302,13 @@ def _kept_mass(policy_S: NDArray[np.float32], behavior_S: NDArray[np.float32]) -
     return float(np.exp(policy_S.astype(np.float64) - behavior_S).sum()), float(len(policy_S))
 
 
+def _group_T(block: TrajectoryBlock) -> Ints:
+    return np.repeat(block.ids.array_N4[:, 0].astype(np.int64), block.lengths_N)
+
+
 def _is_comparable(plan: UpdatePlan) -> bool:
-    """Whether engine and learner mean the same log-prob: of the whole vocabulary, at the same temperature."""
-    return not plan.is_truncated and (plan.loss == "policy" or plan.temperature == 1.0)
+    """Whether the loss computes log-probs at the temperature of the engine. Imitation has temperature 1."""
+    return plan.loss == "policy" or plan.temperature == 1.0
 
 
 def _statistics(micro: _Micro, logprobs_S: Tensor, plan: UpdatePlan) -> PolicyStatistics:
@@ -312,23 +322,14 @@ def _statistics(micro: _Micro, logprobs_S: Tensor, plan: UpdatePlan) -> PolicySt
     )
 
 
-def _gap(seen: Sequence[tuple[_Micro, Tensor, Tensor]], version: int) -> LogprobGap:
+def _gap(seen: Sequence[tuple[_Micro, Tensor, Tensor]], plan: UpdatePlan) -> LogprobGap:
     """Gap between engine and learner over tokens that the current weights sampled, before the first optimizer step."""
     parts = []
     for micro, logprobs_S, _ in seen:
-        if not micro.is_first:
-            continue
-        current = torch.from_numpy(micro.versions_S == version).to(logprobs_S.device)
-        delta = (logprobs_S - micro.behavior_S)[current].double()
-        count = delta.numel()
-        parts.append(
-            LogprobGap(
-                count=count,
-                sum_abs=float(delta.abs().sum()),
-                sum_ratio=float(delta.clamp(-20, 20).exp().sum()),
-                largest=float(delta.abs().max()) if count else 0.0,
-            )
-        )
+        if micro.is_first:
+            current_S = micro.versions_S == plan.version
+            delta_S = (logprobs_S - micro.behavior_S).double().cpu().numpy()[current_S]
+            parts.append(LogprobGap.of(delta_S, micro.group_S[current_S], is_truncated=plan.is_truncated))
     return LogprobGap.merge(parts)
 
 

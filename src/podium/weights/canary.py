@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock
 from podium.errors import DataError
@@ -39,8 +40,9 @@ def _sums(mask_T: np.ndarray, offsets: Ints) -> Ints:
 # A gap of so many times the noise floor, or of its usual size in this run, is no rounding.
 _TIMES_THE_FLOOR, _TIMES_THE_USUAL = 3.0, 4.0
 _STEPS_UNTIL_USUAL = 5
-# In nats. Neither rounding nor other kernels nor a KV cache of earlier weights make a mean of this size.
-_NO_LOGPROBS_OF_THESE_TOKENS = 1.0
+# In nats. Neither rounding nor other kernels nor a KV cache of earlier weights make a mean of this size. Of truncated
+# sampling only one side is known, which has about half of it.
+_NO_LOGPROBS_OF_THESE_TOKENS, _NO_TRUNCATED_ONES = 1.0, 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +66,17 @@ class GapLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobGap:
-    """Δ = learner − behaviour log-prob over sampled tokens, as sums: those of several ranks add up to one."""
+    """Δ = learner − behaviour log-prob over sampled tokens, as sums: those of several ranks add up to one.
+
+    An engine that truncates reports a token's share of what it keeps, which is at least its whole probability. Of such
+    tokens Δ counts where it is positive, and as 0 elsewhere."""
 
     count: int
     sum_abs: float
     sum_ratio: float  # of exp(Δ): its mean is 1 where the engine samples from what the learner computes
     largest: float
+    by_group: Mapping[int, tuple[float, int]] = field(default_factory=dict)  # prompt index -> sum of |Δ|, and count
+    is_truncated: bool = False
 
     @classmethod
     def between(cls, block: TrajectoryBlock, learner: TokenColumn) -> LogprobGap:
@@ -91,10 +98,35 @@ class LogprobGap:
         )
 
     @classmethod
+    def of(cls, delta_S: NDArray[np.float64], group_S: NDArray[Any], *, is_truncated: bool = False) -> LogprobGap:
+        """The gap over tokens with these Δ, of groups with these prompt indices."""
+        size_S = delta_S.clip(min=0) if is_truncated else np.abs(delta_S)
+        prompts_G, which_S = np.unique(group_S, return_inverse=True)
+        sums_G, counts_G = np.bincount(which_S, size_S, len(prompts_G)), np.bincount(which_S, minlength=len(prompts_G))
+        return cls(
+            count=len(delta_S),
+            sum_abs=float(size_S.sum()),
+            sum_ratio=float(np.exp(delta_S.clip(-20, 20)).sum()),
+            largest=float(size_S.max(initial=0.0)),
+            by_group={
+                prompt: (total, count)
+                for prompt, total, count in zip(prompts_G.tolist(), sums_G.tolist(), counts_G.tolist(), strict=True)
+            },
+            is_truncated=is_truncated,
+        )
+
+    @classmethod
     def merge(cls, parts: Iterable[LogprobGap]) -> LogprobGap:
         """The gap over all parts together."""
         parts = list(parts)
+        by_group: dict[int, tuple[float, int]] = {}
+        for part in parts:
+            for prompt, (total, count) in part.by_group.items():
+                before = by_group.get(prompt, (0.0, 0))
+                by_group[prompt] = before[0] + total, before[1] + count
         return cls(
+            by_group=by_group,
+            is_truncated=any(part.is_truncated for part in parts),
             count=sum(part.count for part in parts),
             sum_abs=sum(part.sum_abs for part in parts),
             sum_ratio=sum(part.sum_ratio for part in parts),
@@ -119,9 +151,20 @@ class LogprobGap:
     def is_of_other_tokens(self) -> bool:
         """Whether it is so large that the behaviour log-probs cannot be those of the sampled tokens under the weights
         that the engine named."""
-        return self.mean > _NO_LOGPROBS_OF_THESE_TOKENS
+        return self.mean > (_NO_TRUNCATED_ONES if self.is_truncated else _NO_LOGPROBS_OF_THESE_TOKENS)
+
+    @property
+    def widest_group(self) -> tuple[int, float] | None:
+        """Prompt index and mean |Δ| of the group with the largest; None: nothing was compared."""
+        means = ((prompt, total / count) for prompt, (total, count) in self.by_group.items())
+        return max(means, key=lambda each: each[1], default=None)
 
     def __str__(self) -> str:
+        if self.is_truncated:
+            return (
+                f"{self.mean:.2g} in the mean and {self.largest:.2g} at most over {self.count} tokens of the current "
+                "weights, counting those that the learner finds more likely than the truncated distribution"
+            )
         return (
             f"{self.mean:.2g} in the mean and {self.largest:.2g} at most over {self.count} tokens of the current "
             f"weights, mean ratio {self.mean_ratio:.4g}"

@@ -15,6 +15,7 @@ import pytest
 from helpers.fake_roles import Bandit
 from helpers.made_batches import advantages_of
 from helpers.trials import Trial
+from podium.algorithms.staleness import AgeStatistics
 from podium.algorithms.statistics import PolicyStatistics
 from podium.errors import InvariantError, RecipeError, TrainingDivergedError
 from podium.roles.stages import TeacherAdvantages, TokenAdvantages
@@ -286,6 +287,22 @@ def test_log_probs_that_are_not_of_the_sampled_tokens_end_the_run(tmp_path: Path
     assert trial.episodes("step, COUNT(*)", "GROUP BY step") == [(1, 16), (2, 16)]
 
 
+def test_log_probs_of_other_tokens_are_reported_with_their_group_and_its_history(tmp_path: Path) -> None:
+    """Also with a limit of the KL, which such log-probs would exceed too: the step must not count as diverged."""
+    gap = LogprobGap.of(np.array([0.1, 0.1, 4.0, 4.0]), np.array([4, 4, 6, 6]))
+    reports = lambda step: {"gap": gap, **_moved(9.0)} if step == 2 else {}  # noqa: E731
+    trial = Trial(tmp_path, "steps=3", "algorithm.max_kl_behavior=0.1", bandit=Bandit(reports=reports))
+
+    with pytest.raises(InvariantError) as raised:
+        trial.run()
+
+    report = str(raised.value)
+    assert "The group of prompt 6 has the largest difference: 4 in the mean over 2 tokens" in report
+    assert "GroupRecord(prompt_index=6, step=2, attempts=1, admitted_version=1" in report
+    assert all(f"\n  {name}(group=6" in report for name in ("Admit", "EpisodeEnded"))
+    assert "The event: the update of step 2" in report
+
+
 def _skipping(*steps: int) -> Any:
     return lambda step: {"skipped": 1} if step in steps else {}
 
@@ -316,6 +333,15 @@ def test_a_policy_that_runs_away_from_the_one_that_sampled_stops_the_run(tmp_pat
     assert {"algorithm.max_kl_behavior", "optimizer.lr"} <= set(re.findall(r"[a-z_]+\.[a-z_]+", str(caught.value)))
     assert trial.metric("kl/behavior")[3] == pytest.approx(0.3)  # the step that stopped it is recorded
     assert trial.bandit.saves == {}
+
+
+def test_a_kl_that_is_not_a_number_does_not_hide_another_that_is_too_large(tmp_path: Path) -> None:
+    stale = {1: AgeStatistics(count=10.0, kl_k3=3.0, ratio=10.0, ratio_squares=10.0)}
+    bandit = Bandit(reports=lambda step: {**_moved(math.nan), "ages": stale} if step == 2 else _moved(0.1))
+    trial = Trial(tmp_path, "algorithm.max_kl_behavior=0.1", bandit=bandit)
+
+    with pytest.raises(TrainingDivergedError, match=r"step 2: .* 0\.3.* 0\.1\b"):
+        trial.run()
 
 
 def test_a_run_without_a_limit_of_its_kl_goes_on(tmp_path: Path) -> None:

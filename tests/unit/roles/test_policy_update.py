@@ -353,6 +353,25 @@ def test_tokens_that_a_mask_drops_leave_sum_and_count(setting: Setting) -> None:
     assert note.sampling.sum == pytest.approx(ratios[kept].sum(), rel=1e-5)
 
 
+def test_tokens_that_a_mask_drops_are_in_the_gap(setting: Setting) -> None:
+    """The mask drops exactly the tokens whose log-probs are wrong: without them nothing would be noticed. Those that it
+    keeps differ by less than 0.2 nats."""
+    block, own_T = setting.episodes.block, recomputed_logprobs(setting)
+    places = np.flatnonzero(block.loss_mask_T & (own_T != 0))
+    behavior_T = block.behavior_logprobs_T.copy()
+    behavior_T[places] = own_T[places]
+    behavior_T[places[::2]] -= 3.0
+    wrong = replace(setting.episodes, block=replace(block, behavior_logprobs_T=behavior_T))
+
+    note = run_update(setting.engine, wrong, CASES["token mask"]).note
+
+    assert note.num_tokens == len(places) // 2
+    assert note.gap.count == len(places)
+    assert note.gap.mean == pytest.approx(3.0 * len(places[::2]) / len(places), rel=1e-4)
+    assert note.gap.is_of_other_tokens
+    assert set(note.gap.by_group) == set(block.ids.array_N4[:, 0].tolist())
+
+
 def test_an_update_whose_every_token_is_dropped_leaves_the_weights_and_says_so(setting: Setting) -> None:
     before = [each.master.clone() for each in setting.engine.optimizer.trained]
     case = Case(algorithm={"correction": {"kind": "token_mask", "low": 500.0, "cap": 1000.0}})

@@ -18,6 +18,7 @@ from helpers.tiny import save_tiny_model
 from podium.algorithms.corrections import effective_sample_size, importance_weights
 from podium.algorithms.policy import PolicyTokens, clipped
 from podium.engine.scoring import score
+from podium.weights.canary import LogprobGap
 
 KEPT = 0.8
 TOKEN_TRUNCATE = {"correction": {"kind": "token_truncate", "cap": 2.0}}
@@ -121,7 +122,8 @@ def test_the_kept_mass_is_reported_in_place_of_a_gap(engine: RecordingEngine, ep
     total, count = note.kept_mass
     assert count == note.num_tokens > 0
     assert total / count == pytest.approx(KEPT, abs=1e-5)
-    assert note.gap.count == 0
+    assert note.gap.is_truncated
+    assert (note.gap.count, note.gap.mean) == (count, pytest.approx(0.0, abs=1e-5))
     assert note.sampling is not None
     assert note.sampling.mean == pytest.approx(KEPT, abs=1e-5)
     assert note.sampling.share == pytest.approx(1.0, abs=1e-5)
@@ -138,6 +140,29 @@ def test_only_tokens_of_the_current_version_have_a_kept_mass(engine: RecordingEn
     case = Case(algorithm=TOKEN_TRUNCATE)
     note = run_update(engine, replace(episodes, block=of_others), case, is_truncated=True).note
     assert note.kept_mass == (0.0, 0.0)
+
+
+def test_log_probs_of_other_tokens_are_noticed_where_sampling_is_truncated(
+    engine: RecordingEngine, episodes: Episodes
+) -> None:
+    """A share of what is kept is never below the whole probability. By hand: 1 nat below it at every token, or 3 nats
+    at half of the tokens and above it at the others."""
+    block, case = episodes.block, Case(algorithm=TOKEN_TRUNCATE)
+    places = np.flatnonzero(block.loss_mask_T)
+
+    def report(shift_S: np.ndarray) -> LogprobGap:
+        behavior_T = block.behavior_logprobs_T.copy()
+        behavior_T[places] += shift_S.astype(np.float32)
+        of_shift = replace(episodes, block=replace(block, behavior_logprobs_T=behavior_T))
+        return run_update(engine, of_shift, case, is_truncated=True).note.gap
+
+    below = report(np.full(len(places), -1.0))
+    assert below.mean == pytest.approx(1.0, abs=1e-5)
+    assert below.is_of_other_tokens
+    mixed = report(np.where(np.arange(len(places)) % 2, 5.0, -3.0))
+    assert 1.0 < mixed.mean < 2.0
+    assert mixed.is_of_other_tokens
+    assert not report(np.full(len(places), 5.0)).is_of_other_tokens  # that little may have been kept
 
 
 def test_imitated_tokens_have_no_weights(engine: RecordingEngine, episodes: Episodes) -> None:

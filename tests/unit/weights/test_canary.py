@@ -91,3 +91,12 @@ def test_log_probs_of_other_trajectories_are_refused() -> None:
     other = block_of([[-1, 3], [-1, 3]], [1, 0])
     with pytest.raises(DataError):
         LogprobGap.between(block, learner(other, 0.0))
+
+
+def test_the_widest_group_is_found_over_all_ranks() -> None:
+    """Group 1 is on two ranks: 0.5 in the mean. Group 2 has 0.4, and one token that is further off than any other."""
+    first = LogprobGap.of(np.array([0.5, -0.75, 0.0]), np.array([1, 1, 2]))
+    second = LogprobGap.of(np.array([0.25, -0.8]), np.array([1, 2]))
+    assert first.by_group == {1: (1.25, 2), 2: (0.0, 1)}
+    assert LogprobGap.merge([first, second]).widest_group == (1, 0.5)
+    assert LogprobGap.merge([]).widest_group is None
