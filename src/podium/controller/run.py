@@ -28,7 +28,7 @@ from podium.controller.step_log import StepLog
 from podium.controller.step_record import StepRecorder
 from podium.engine.checkpoint_files import SaveFailure, SaveState
 from podium.engine.schedule import learning_rate
-from podium.errors import CheckpointError, ProgramError, RunFolderError
+from podium.errors import CheckpointError, InvariantError, PodiumError, ProgramError, RunFolderError
 from podium.roles.interfaces import POLICY
 from podium.roles.stages import CriticReport, GradedRollouts, TrainBatch, UpdateReport
 from podium.runs.disk_reports import last_save_error
@@ -65,6 +65,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         self._resume_values = self._values_to_resume()
         self._is_finished = self._is_ending = False
         self._save_failure: SaveFailure | None = None  # of the last save
+        self._untrusted_step: int | None = None  # it was committed, and broke an invariant
         self.policy = PolicyRole(parts, devices, state)
         self.reference = ReferenceRole(parts, devices, self._kl) if self._kl is not None else None
         self.critic = CriticRole(parts, devices, state, roles.critic) if roles.critic is not None else None
@@ -148,6 +149,9 @@ class OnPolicyRun(Generic[RecipeT_co]):
                 kl_coefficient=step.kl_coefficient if kl is not None else None, metrics=metrics or {}, groups=groups,
                 history=self._executor.history, open_groups=self._executor.open_groups(),
             )  # fmt: skip
+        except InvariantError as error:
+            self._untrusted_step = step.number
+            raise InvariantError(f"{error} {await self._where_to_resume(step.number)}") from error
         finally:  # a step that stops the run (it diverged, a logger failed) can be saved like any other
             self._resume_values = self._values_to_resume()
             state.updated_roles.clear()
@@ -164,8 +168,9 @@ class OnPolicyRun(Generic[RecipeT_co]):
 
     @property
     def unsaved_step(self) -> int | None:
-        """The last committed step, if it has no checkpoint yet."""
-        return None if self.milestones.saved_step == self._state.step else self._state.step
+        """The last committed step, if it has no checkpoint yet and may have one: not if it broke an invariant."""
+        step = self._state.step
+        return None if step in (self.milestones.saved_step, self._untrusted_step) else step
 
     async def save_before_failing(self) -> None:
         """Saves the last committed step of a run that fails, and waits until all checkpoints are written. Raises an
@@ -343,6 +348,15 @@ class OnPolicyRun(Generic[RecipeT_co]):
         """Waits until the save in flight has ended."""
         if self.milestones.is_saving:
             self._note_save(await self._parts.roles.policy.finish_saving())
+
+    async def _where_to_resume(self, step: int) -> str:
+        """What to do about a step that must not be saved. The save of an earlier one that is in flight ends first."""
+        with suppress(PodiumError):
+            await self._end_save()
+        newest = self.milestones.whole_step
+        if newest is None:
+            return f"Step {step} is not saved, and no checkpoint was written before it: start the run anew."
+        return f"Step {step} is not saved: `podium resume {self._parts.folder.path}` goes on after step {newest}."
 
     async def _look_at_disk(self, is_folder_lost: bool) -> None:
         """After every step: whether the save in flight has ended, and whether what waits for the disk can be

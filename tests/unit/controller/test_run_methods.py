@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import re
@@ -17,7 +18,9 @@ from helpers.made_batches import advantages_of
 from helpers.trials import Trial
 from podium.algorithms.staleness import AgeStatistics
 from podium.algorithms.statistics import PolicyStatistics
+from podium.controller.run import OnPolicyRun
 from podium.errors import InvariantError, RecipeError, TrainingDivergedError
+from podium.programs.controlled import load_program
 from podium.roles.stages import TeacherAdvantages, TokenAdvantages
 from podium.weights.canary import LogprobGap
 
@@ -285,6 +288,34 @@ def test_log_probs_that_are_not_of_the_sampled_tokens_end_the_run(tmp_path: Path
 
     assert [line.step for line in trial.lines] == [1, 2]  # the step that ended it is recorded
     assert trial.episodes("step, COUNT(*)", "GROUP BY step") == [(1, 16), (2, 16)]
+
+
+@pytest.mark.parametrize(("every", "saved", "advice"), [(1, [1, 2], r"goes on after step 2"), (9, [], "anew")])
+def test_a_step_of_other_log_probs_is_not_saved_and_the_error_says_where_to_resume(
+    tmp_path: Path, every: int, saved: list[int], advice: str
+) -> None:
+    trial = Trial(
+        tmp_path, "steps=4", f"checkpoint.every={every}",
+        bandit=Bandit(reports=lambda step: _gap(1.5 if step == 3 else 5e-5)),
+    )  # fmt: skip
+
+    with pytest.raises(InvariantError, match=rf"Step 3 is not saved.* {advice}"):
+        asyncio.run(_run_as_a_driver_would(trial))
+
+    assert sorted(trial.bandit.saves.get("policy", {})) == saved
+
+
+async def _run_as_a_driver_would(trial: Trial) -> None:
+    """Saves what can be saved when the program fails."""
+    run = OnPolicyRun(trial.parts, trial.state)
+    try:
+        await load_program(trial.recipe.program)(run)
+    except InvariantError:
+        assert run.unsaved_step is None
+        await run.save_before_failing()
+        raise
+    finally:
+        trial.close()
 
 
 def test_log_probs_of_other_tokens_are_reported_with_their_group_and_its_history(tmp_path: Path) -> None:
