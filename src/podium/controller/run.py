@@ -381,9 +381,11 @@ class OnPolicyRun(Generic[RecipeT_co]):
             await self.finish_saving()
 
     async def _snapshot(self, values: Mapping[str, Any]) -> None:
-        """Keeps the last committed step in memory, unless nothing follows it. A replay can be started again."""
-        if self._replay is None and self._state.step < self.recipe.steps:
-            await self._parts.snapshots.begin(self._state.step, {**values, "record": await self._recorder.written()})
+        """Keeps the last committed step in memory, unless nothing follows it. A replay can be started again. Waits for
+        the record of a step that is kept, and of no other."""
+        step, snapshots = self._state.step, self._parts.snapshots
+        if self._replay is None and step < self.recipe.steps and await snapshots.is_due(step):
+            await snapshots.begin(step, {**values, "record": await self._recorder.written()})
 
     def _values_to_resume(self) -> dict[str, Any]:
         """Read when a step is committed: a later step that fails has taken prompts already."""

@@ -24,11 +24,15 @@ class Snapshots:
         self._taking: list[asyncio.Task[SnapshotBegun | NoSnapshot]] = []
         self._pace = SnapshotPace()
 
+    async def is_due(self, step: int) -> bool:
+        """Whether `begin` would begin one after this step."""
+        await self.settle()
+        return self._is_on and self._pace.is_due(step)
+
     async def begin(self, step: int, values: Mapping[str, Any]) -> None:
         """Begins a snapshot of the step that was just committed, unless snapshots would cost too much. The roles take
         it before their next call."""
-        await self.settle()
-        if self._is_on and self._pace.is_due(step):
+        if await self.is_due(step):
             self._pace.begin(step, now_s())
             self._taking = [asyncio.create_task(state.snapshot(step, values)) for state in self._states]
             for task in self._taking:  # a run that is given up does not ask for the answers

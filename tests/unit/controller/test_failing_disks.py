@@ -7,13 +7,14 @@ import errno
 import os
 import shutil
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers.fake_roles import Bandit
+from helpers.fake_roles import Bandit, FakeLearner
 from helpers.trials import Trial
 from podium.controller import ledger as ledger_module
 from podium.controller import step_record
@@ -21,7 +22,7 @@ from podium.controller.ledger import EpisodeRecord, Ledger
 from podium.data.trajectories import TrajectoryId
 from podium.engine.checkpoint_files import SaveFailure, SaveState
 from podium.errors import CheckpointError, RunFolderError
-from podium.runs.step_files import recorded_steps, verify_steps
+from podium.runs.step_files import StepFile, recorded_steps, verify_steps, write_step
 
 
 def full(step: int) -> SaveFailure:
@@ -136,6 +137,28 @@ def test_records_of_steps_wait_for_the_disk_and_stay_a_chain(tmp_path: Path, mon
     assert not {4, 5} & set(saves(trial))
     assert recorded_steps(trial.folder.steps) == list(range(1, 9))
     verify_steps(trial.folder.steps, 8, trial.bandit.saves["policy"][8]["record"])
+
+
+def test_a_slow_disk_under_the_records_does_not_keep_the_learner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of a step is not written before the update of the next one has begun."""
+    begun = {step: threading.Event() for step in range(1, 5)}
+    original = FakeLearner.update
+
+    async def update(self: FakeLearner, batch: Any, plan: Any, *, seed: int) -> Any:
+        begun[plan.step].set()
+        return await original(self, batch, plan, seed=seed)
+
+    def write(folder: Path, file: StepFile, previous: str) -> str:
+        assert file.step == 3 or begun[file.step + 1].wait(timeout=20), f"the learner waits for the file of {file.step}"
+        return write_step(folder, file, previous)
+
+    monkeypatch.setattr(FakeLearner, "update", update)
+    monkeypatch.setattr("podium.controller.step_record.write_step", write)
+    trial = Trial(tmp_path, "steps=3", "rollout.record=true")
+    trial.run()
+    assert recorded_steps(trial.folder.steps) == [1, 2, 3]
 
 
 def test_records_have_a_bound_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
