@@ -9,10 +9,10 @@ commit beside each other, in turns.
 Tiny Qwen3 on CPU, two workers on Ray, 8 prompts x 8 samples (or `--samples`). Answers have log-normal lengths (sigma 1,
 at most 16 times the median), the same on both sides: the generator ends each at its given length, and the learning rate
 changes no weight. The reward takes 0.3 s a call and has 4 graders. The figure is the median over the timed steps of all
-turns. With --layouts it is trained tokens per second, the median of the turns. With `judge` the reward waits for its
-0.3 s (async def), so that graders do not limit the speed: 64 blocking calls take 4 graders 4.8 s. `agent` has episodes
-of `--agent-turns` turns of up to `--turn-tokens` tokens, with a tool of 0.2 to 1 s after each, instead of the
-reward."""
+turns. A run goes on for `--cooldown` steps after those: towards its end the scheduler admits less. With --layouts the
+figure is trained tokens per second, the median of the turns. With `judge` the reward waits for its 0.3 s (async def),
+so that graders do not limit the speed: 64 blocking calls take 4 graders 4.8 s. `agent` has episodes of `--agent-turns`
+turns of up to `--turn-tokens` tokens, with a tool of 0.2 to 1 s after each, instead of the reward."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="of a turn, warm-up included")
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--cooldown", type=int, help="further steps, which are not timed; default: staleness + 1")
     parser.add_argument("--layouts", action="store_true", help="compare colocated, split and elastic, with staleness")
     parser.add_argument(
         "--only", nargs="+", metavar="LAYOUT", help="some of them; colocated and split are always there"
@@ -51,6 +52,8 @@ def main() -> None:
     asked = parser.parse_args()
     command = (sys.executable, str(HERE / "overlap_podium.py"))
     command += ("--workload", asked.workload)
+    if asked.cooldown is not None:
+        command += ("--cooldown", str(asked.cooldown))
     if asked.samples != SAMPLES:
         command += ("--samples", str(asked.samples))
     if asked.workload == "agent":

@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--agent-turns", type=int, default=3)
     parser.add_argument("--turn-tokens", type=int, default=MEDIAN)
     parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--cooldown", type=int, help="steps after the timed ones; default: staleness + 1")
     asked = parser.parse_args()
     implementations: Any = interfaces.IMPLEMENTATIONS
     implementations[interfaces.Generator] = "overlap_task:MeasuredGenerator"
@@ -43,19 +44,21 @@ def main() -> None:
             _make_agent(values, asked.agent_turns, asked.turn_tokens)
         if asked.workload == "judge":
             values["reward"] = [{"function": f"{HERE / 'overlap_task.py'}:judge"}]
+        values["steps"] += asked.staleness + 1 if asked.cooldown is None else asked.cooldown
         train(Task.read(asked.task), values, scratch).write(asked.out)
 
 
 def train(task: Task, recipe: dict[str, Any], scratch: str) -> SideResult:
-    """Trains for `steps` and accounts what came after `warmup`."""
+    """Trains, and accounts the steps after `warmup` up to `steps`. The recipe may have more: the scheduler admits less
+    when it sees the end, and timed steps should not know of it."""
     samples = recipe["rollout"]["samples_per_prompt"]
     StepClock.cpu_at = frozenset({task.warmup, task.steps})
     podium.train(podium.parse_recipe(recipe))
     lines = [each for each in read_metrics(Path(scratch) / "overlap" / "metrics.jsonl") if "step_s" in each.values]
-    timed = [line.values for line in lines[task.warmup :]]
+    timed = [line.values for line in lines[task.warmup : task.steps]]
     assert all(values["episodes/learned_from"] == PROMPTS * samples for values in timed)
     names = set.intersection(*(set(values) for values in timed))
-    step_s = [end - begin for begin, end in pairwise(StepClock.wall_s[task.warmup - 1 :])]
+    step_s = [end - begin for begin, end in pairwise(StepClock.wall_s[task.warmup - 1 : task.steps])]
     phases = {name: statistics.median(values[name] for values in timed) for name in sorted(names)}
     # Steps of a stale run have other groups than those of a synchronous one: only their sum can be compared.
     phases["trained_tokens_per_s"] = sum(values["trained_tokens"] for values in timed) / sum(step_s)
