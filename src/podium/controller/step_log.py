@@ -24,6 +24,12 @@ from podium.roles.stages import CriticReport, TrainBatch, UpdateReport
 from podium.runs.guards import DivergenceGuard
 from podium.weights.canary import GapLimits, GapWatch, LogprobGap
 
+# Metrics in seconds that the console shows as a part of the step, with names of these parts and their labels.
+_SHARES = {
+    "learner/idle_s": ("learner/idle", "wait"),
+    "rollout/idle_s": ("rollout/idle", "idle"),
+    "lending/lent_s": ("lending/lent", "lent"),
+}
 # Of the group that is named when log-probs are wrong.
 _MOST_EVENTS = 32
 
@@ -198,6 +204,15 @@ def _check_logprobs(
     )
 
 
+def _shares(values: Mapping[str, float]) -> dict[str, float]:
+    """Parts of the step in which learners and generators waited, and in which the learner's devices were lent."""
+    return {
+        name: min(1.0, values[metric] / values["step_s"]) if values["step_s"] else 0.0
+        for metric, (name, _) in _SHARES.items()
+        if metric in values
+    }
+
+
 def step_view(step: int, recipe: OnPolicyRecipe, values: Mapping[str, float]) -> StepView:
     """The console's view of a step: what the method is about comes first. Metrics that the step has not are left out,
     and so are rewards where nothing gives any."""
@@ -210,6 +225,9 @@ def step_view(step: int, recipe: OnPolicyRecipe, values: Mapping[str, float]) ->
         shown.append(ShownMetric("groups/solve_rate", "solved", ".1%"))
     if recipe.rollout.staleness:
         shown.append(ShownMetric("staleness/mean", "age", ".1f"))
+    if recipe.keeps_generating:
+        values = {**values, **_shares(values)}
+        shown += [ShownMetric(name, label, ".0%") for name, label in _SHARES.values()]
     shown += [ShownMetric("response/mean", "length", ".1f"), ShownMetric("kl/reference", "KL", ".4f")]
     shown += [ShownMetric("entropy", "entropy"), ShownMetric("step_s", "s", ".2f")]
     facts += [each.fact(values) for each in shown if each.metric in values]

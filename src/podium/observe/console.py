@@ -14,7 +14,9 @@ from podium.observe.formats import duration, one_line, rate
 # Columns of plain lines.
 WIDTH = 80
 # Facts that a step line leaves out first where they do not all fit. The metrics file has them all.
-_DROPPED_FIRST = ("grad", "lr", "MFU", "entropy", "tokens/s", "s", "loss", "length", "KL", "margin")
+_DROPPED_FIRST = (
+    "grad", "lr", "MFU", "entropy", "tokens/s", "s", "loss", "lent", "idle", "length", "KL", "margin", "wait",
+)  # fmt: skip
 
 
 class TextSink(Protocol):

@@ -13,6 +13,7 @@ from podium.controller.layout import ROLLOUT
 from podium.controller.overlap_meter import apportioned
 from podium.controller.simulation.controlled import simulate_run
 from podium.controller.simulation.costs import CostModel, GenerationCost, LogNormal, SimulatedSlowness, UpdateCost
+from podium.controller.step_log import step_view
 from podium.programs.grpo import grpo
 from podium.runs.folder import RunFolder
 
@@ -123,6 +124,24 @@ def test_causes_add_up_where_nothing_is_even(tmp_path: Path, layout: str, stalen
         of_learner = [values[f"learner/idle_s/{cause}"] for cause in ("tail", "other_role", "grading")]
         assert sum(of_learner) == pytest.approx(values["learner/idle_s"])
         assert values["learner/idle_s"] <= values["time/wait_s"] + values.get("time/grade_s", 0.0) + 1e-6
+
+
+def test_the_step_line_shows_what_overlaps(tmp_path: Path) -> None:
+    """Of a step of 10 s the learner waits for 8 s, and the generator never."""
+    rollout = {"prompts_per_step": 1, "samples_per_prompt": 2, "max_running": 2, "staleness": 1}
+    recipe = simulated_recipe(tmp_path, rollout=rollout, placement={"layout": "split", "devices": 2}, steps=8)
+    values = metrics_by_step(simulated(recipe, replace(PLAIN, grading_s=LogNormal(median=3.0))).result.folder)[5]
+
+    view = step_view(5, recipe, values)
+    assert [fact for fact in view.own if fact[0] in ("age", "wait", "idle", "lent")] == [
+        ("age", "1.0"), ("wait", "80%"), ("idle", "0%"),
+    ]  # fmt: skip
+    elastic = recipe.model_copy(update={"placement": recipe.placement.model_copy(update={"layout": "elastic"})})
+    lent = dict(step_view(5, elastic, {**values, "lending/lent_s": 2.5, "rollout/idle_s": 1.0}).own)
+    assert (lent["idle"], lent["lent"]) == ("10%", "25%")
+    narrow = [label for label, _ in replace(view, eta_s=100.0, loss=0.0, grad_norm=1.0).fitting_facts(70)]
+    assert {"age", "wait", "length"} <= set(narrow)
+    assert "grad" not in narrow
 
 
 def test_a_synchronous_run_has_none_of_them(tmp_path: Path) -> None:
