@@ -243,6 +243,7 @@ def _copied(rollouts: Rollouts) -> TrajectoryBlock:
         loss_mask_T=block.loss_mask_T.copy(),
         behavior_logprobs_T=block.behavior_logprobs_T.copy(),
         versions_T=block.versions_T.copy(),
+        starts_T=None if block.starts_T is None else block.starts_T.copy(),
     )
 
 
@@ -259,8 +260,10 @@ def _columns(kept: _KeptStep, texts: EpisodeTexts | None) -> RolloutColumns:
     messages: list[str | None] = [None] * len(rows)
     if texts is not None:
         messages = [
-            texts.messages(task, block.tokens_T[place], sampled_T[place])
-            for task, place in zip(tasks, places, strict=True)
+            texts.of_sequences(
+                task, [(block.tokens_T[begin:end], sampled_T[begin:end]) for begin, end in block.sequences(row)]
+            )
+            for row, task in enumerate(tasks)
         ]
     return RolloutColumns(
         step=kept.step,

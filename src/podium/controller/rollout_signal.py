@@ -30,9 +30,9 @@ class TokenSignal:
 
 
 def trained_tokens(block: TrajectoryBlock) -> NDArray[np.bool_]:
-    """Mask of the tokens that count in the loss: nothing predicts a row's first token."""
+    """Mask of the tokens that count in the loss: nothing predicts a sequence's first token."""
     trained_T = block.loss_mask_T.copy()
-    trained_T[block.offsets[:-1][block.lengths_N > 0]] = False
+    trained_T[block.first_T] = False
     return trained_T
 
 

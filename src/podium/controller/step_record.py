@@ -38,7 +38,8 @@ Tasks = Callable[[Iterable[int]], Mapping[int, Task]]
 # Of steps that wait in memory for a disk that can be written again. They cannot be dropped.
 _MOST_WAITING_BYTES = 4 << 30
 _BLOCK = ("tokens_T", "loss_mask_T", "behavior_logprobs_T", "versions_T")
-_EXPERTS = "experts_TLK"  # only of a mixture whose routers are replayed
+# Only of a mixture whose routers are replayed; only where episodes have several sequences.
+_OPTIONAL = ("experts_TLK", "starts_T")
 _NOTE = ("finish_N", "sampled_N", "trained_N", "turns_N", "version_N", "newest_version_N", "environment_N")
 _TURNS = ("row_K", "token_K", "reward_K")
 _REWARDS = ("rewards_N", "values_NR", "shaping_N")
@@ -192,8 +193,8 @@ def _pack_rollouts(rollouts: Rollouts, name: str) -> tuple[Arrays, dict[str, Any
     block = rows.read() if len(rows) else empty_block()
     arrays = {f"{name}.ids": np.array(block.ids.array_N4), f"{name}.offsets": np.array(block.offsets)}
     arrays |= {f"{name}.{column}": np.array(getattr(block, column)) for column in _BLOCK}
-    if block.experts_TLK is not None:
-        arrays[f"{name}.{_EXPERTS}"] = np.array(block.experts_TLK)
+    optional = {column: getattr(block, column) for column in _OPTIONAL}
+    arrays |= {f"{name}.{column}": np.array(values) for column, values in optional.items() if values is not None}
     arrays |= {f"{name}.note.{column}": np.array(getattr(note, column)) for column in _NOTE}
     arrays |= {f"{name}.turns.{column}": np.array(getattr(note.turn_rewards, column)) for column in _TURNS}
     arrays |= {f"{name}.counts.{number}": np.array(each) for number, each in enumerate(note.counts.values())}
@@ -236,7 +237,7 @@ def _unpacked_rollouts(
     ids = TrajectoryIds(arrays[f"{name}.ids"])
     block = TrajectoryBlock(
         ids=ids, offsets=arrays[f"{name}.offsets"], **{column: arrays[f"{name}.{column}"] for column in _BLOCK},
-        experts_TLK=arrays.get(f"{name}.{_EXPERTS}"),
+        **{column: arrays.get(f"{name}.{column}") for column in _OPTIONAL},
     )  # fmt: skip
     note = EpisodeNote(
         **{column: arrays[f"{name}.note.{column}"] for column in _NOTE},

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -242,13 +243,31 @@ def _pieces(values: NDArray[Any], begins: list[int], ends: list[int]) -> NDArray
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrajectoryBlock(_Jagged):
     """Trajectories stored together: prompt and answer tokens, which of them are trained, and the version that sampled
-    them."""
+    them. A trajectory is one token sequence, or several of one episode, one after the other: no token of one attends
+    to those of another."""
 
     tokens_T: NDArray[np.int32]
     loss_mask_T: NDArray[np.bool_]
     behavior_logprobs_T: NDArray[np.float32]  # 0 where the token was not sampled
     versions_T: NDArray[np.int32]  # of the weights that sampled the token; -1 where it was not sampled
     experts_TLK: Experts | None = None  # that the engine's routers chose for the token; None: not recorded
+    starts_T: NDArray[np.bool_] | None = None  # where a further sequence of a trajectory begins; None: there is none
+
+    def sequences(self, row: int) -> Iterator[tuple[int, int]]:
+        """Begin and end of each token sequence of a trajectory, as positions in the block."""
+        begin, end = int(self.offsets[row]), int(self.offsets[row + 1])
+        edges = [begin, end]
+        if self.starts_T is not None:
+            edges[1:1] = (np.flatnonzero(self.starts_T[begin:end]) + begin).tolist()
+        return pairwise(edges)
+
+    @property
+    def first_T(self) -> Ints:
+        """Positions of the first tokens of all sequences: nothing predicts them."""
+        firsts: Ints = self.offsets[:-1][self.lengths_N > 0]
+        if self.starts_T is None:
+            return firsts
+        return np.union1d(firsts, np.flatnonzero(self.starts_T)).astype(np.int64)
 
     @classmethod
     def _joined(cls, parts: Sequence[Self]) -> dict[str, NDArray[Any] | None]:
@@ -256,7 +275,14 @@ class TrajectoryBlock(_Jagged):
             name: np.concatenate([getattr(part, name) for part in parts])
             for name in ("tokens_T", "loss_mask_T", "behavior_logprobs_T", "versions_T")
         }
-        return {**joined, "experts_TLK": aligned([(part.experts_TLK, len(part.tokens_T)) for part in parts])}
+        starts_T: NDArray[np.bool_] | None = None
+        if any(part.starts_T is not None for part in parts):
+            known = [
+                np.zeros(len(part.tokens_T), np.bool_) if part.starts_T is None else part.starts_T for part in parts
+            ]
+            starts_T = np.concatenate(known)
+        experts_TLK = aligned([(part.experts_TLK, len(part.tokens_T)) for part in parts])
+        return {**joined, "experts_TLK": experts_TLK, "starts_T": starts_T}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -142,10 +141,10 @@ def sampled_mask(block: TrajectoryBlock) -> NDArray[np.bool_]:
 
 
 def _documents(block: TrajectoryBlock, *, replays: bool) -> tuple[list[Document], list[int]]:
-    """Each trajectory up to its last sampled token, and its start in the block."""
+    """Each sequence up to its last sampled token, and its start in the block."""
     sampled_T, experts_TLK = sampled_mask(block), block.experts_TLK if replays else None
     documents, begins = [], []
-    for begin, end in pairwise(block.offsets.tolist()):
+    for begin, end in (sequence for row in range(len(block.ids)) for sequence in block.sequences(row)):
         trained = sampled_T[begin:end].copy()
         trained[:1] = False  # nothing stands before the first token to predict it from
         last = int(np.flatnonzero(trained)[-1]) + 1 if trained.any() else 0

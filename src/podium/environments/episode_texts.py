@@ -66,8 +66,16 @@ class EpisodeTexts:
         different, which_T = np.unique(tokens_T, return_inverse=True)
         return [self._texts.of(token) for token in different.tolist()], which_T
 
+    def of_sequences(self, task: Task, sequences: Sequence[tuple[NDArray[np.int32], NDArray[np.bool_]]]) -> str:
+        """The conversations of an episode as JSON, one after the other: tokens of each, and which were sampled."""
+        told = [message for tokens_L, sampled_L in sequences for message in self._told(task, tokens_L, sampled_L)]
+        return json.dumps(told, ensure_ascii=False, default=str)
+
     def messages(self, task: Task, tokens_L: NDArray[np.int32], sampled_L: NDArray[np.bool_]) -> str:
         """The conversation of an episode as JSON."""
+        return self.of_sequences(task, [(tokens_L, sampled_L)])
+
+    def _told(self, task: Task, tokens_L: NDArray[np.int32], sampled_L: NDArray[np.bool_]) -> list[Message]:
         edges = [0, *(np.flatnonzero(np.diff(sampled_L)) + 1).tolist(), len(sampled_L)]
         parts = [(bool(sampled_L[begin]), tokens_L[begin:end]) for begin, end in pairwise(edges) if end > begin]
         told: list[Message] = []
@@ -80,7 +88,7 @@ class EpisodeTexts:
                 told.append(_answer(answer_text(self._tokenizer, part_L.tolist()), calls))
             else:
                 told += self._reply(part_L, calls)
-        return json.dumps(told, ensure_ascii=False, default=str)
+        return told
 
     def _prompt(self, task: Task, tokens_L: NDArray[np.int32]) -> list[Message]:
         """The task's own messages, if they are what the tokens say; an environment may have written others."""

@@ -17,7 +17,7 @@ from podium.roles.carriers import DistanceNote, Floats
 def distance(block: TrajectoryBlock, scored: TokenColumn) -> DistanceNote:
     """KL of the sampling policy from the scoring model, estimated over each episode's sampled tokens."""
     sampled_T = sampled_mask(block)
-    sampled_T[block.offsets[:-1][block.lengths_N > 0]] = False
+    sampled_T[block.first_T] = False
     behavior = torch.from_numpy(block.behavior_logprobs_T.copy())
     reference = torch.from_numpy(scored.values_T.astype(np.float32))
 

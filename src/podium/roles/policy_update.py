@@ -114,7 +114,7 @@ class PolicyUpdate:
     def _columns(self, block: TrajectoryBlock, shard: UpdateShard, plan: UpdatePlan) -> tuple[_Columns, float]:
         algorithm = plan.algorithm
         trained_T = block.loss_mask_T.copy()
-        trained_T[block.offsets[:-1][block.lengths_N > 0]] = False  # nothing predicts a row's first token
+        trained_T[block.first_T] = False  # nothing predicts a sequence's first token
         reference_T = _column(shard.reference, block)
         behavior_T = block.behavior_logprobs_T
         old_T, proximal_s = behavior_T, 0.0

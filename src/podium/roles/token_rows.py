@@ -19,14 +19,15 @@ from podium.roles.carriers import TurnRewards
 def packed_rows(
     block: TrajectoryBlock, trained_T: NDArray[np.bool_], rows: Ints, *, replays: bool = False
 ) -> tuple[PackedBatch, Ints, Ints, int]:
-    """Returns (micro-batch, block position of each trained token, its sequence, number of sequences). Tokens after a
-    row's last trained token are left out, and so are rows without one. `replays`: routers choose the experts that the
-    block has recorded."""
+    """Returns (micro-batch, block position of each trained token, its row among those that are computed, number of
+    those). Tokens after a sequence's last trained token are left out, and so are sequences without one. `replays`:
+    routers choose the experts that the block has recorded."""
     experts_TLK = block.experts_TLK if replays else None
     documents: list[Document] = []
     begins: list[int] = []
-    for row in rows.tolist():
-        begin, end = int(block.offsets[row]), int(block.offsets[row + 1])
+    owners: list[int] = []
+    sequences = ((row, *sequence) for row in rows.tolist() for sequence in block.sequences(row))
+    for row, begin, end in sequences:
         trained = trained_T[begin:end]
         trained_places = np.flatnonzero(trained)
         if len(trained_places):
@@ -39,12 +40,16 @@ def packed_rows(
                 )
             )
             begins.append(begin)
+            owners.append(row)
     # Neighbours of equal length share one attention call.
     order = sorted(range(len(documents)), key=lambda at: documents[at].num_inputs)
     places = [begins[at] + np.flatnonzero(documents[at].trained) for at in order]
     places_S = np.concatenate(places) if places else np.empty(0, np.int64)
-    sequence_S = np.repeat(np.arange(len(places)), [len(each) for each in places]).astype(np.int64)
-    return pack([documents[at] for at in order]), places_S, sequence_S, len(places)
+    # All sequences of an episode count as one, in the order in which the first of each is packed.
+    numbers = {row: number for number, row in enumerate(dict.fromkeys(owners[at] for at in order))}
+    counts = [len(each) for each in places]
+    sequence_S = np.repeat(np.array([numbers[owners[at]] for at in order], np.int64), counts)
+    return pack([documents[at] for at in order]), places_S, sequence_S, len(numbers)
 
 
 def spread_over_turns(turns: TurnRewards, block: TrajectoryBlock) -> NDArray[np.float32]:

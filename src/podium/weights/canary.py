@@ -80,14 +80,14 @@ class LogprobGap:
 
     @classmethod
     def between(cls, block: TrajectoryBlock, learner: TokenColumn) -> LogprobGap:
-        """The gap over all sampled tokens except a trajectory's first, which nothing predicts."""
+        """The gap over all sampled tokens except the first of each sequence, which nothing predicts."""
         if not learner.ids.same_as(block.ids):
             raise DataError(
                 "the learner's log-probs are of other trajectories than the block, or in another order. Score the "
                 "block that is compared."
             )
         compared_T = block.versions_T >= 0
-        compared_T[block.offsets[:-1][block.lengths_N > 0]] = False
+        compared_T[block.first_T] = False
         behavior = block.behavior_logprobs_T[compared_T].astype(np.float64)
         delta = learner.values_T[compared_T].astype(np.float64) - behavior
         return cls(
