@@ -173,6 +173,10 @@ def _check_environment(section: EnvironmentSection) -> None:
     """That the environment can be made with its options, as far as its file's text tells. One that cannot be found is
     another look's."""
     key = "environment.options"
+    if section.agent is not None:
+        _check_agent(section.agent)
+    if section.is_agent:
+        return
     if section.tools:
         from podium.environments.tools import ToolEnvironment
 
@@ -188,6 +192,19 @@ def _check_environment(section: EnvironmentSection) -> None:
         definition = definition_of(made, key)
     if definition is not None:
         require_options(f"{definition.place}: {made.name}", definition.signature, section.options, key)
+
+
+def _check_agent(path: str) -> None:
+    """One that cannot be found is another look's."""
+    fits = True
+    with suppress(RecipeError):
+        plugins.locate(path, "environment.agent")
+        fits = plugins.takes(path, "environment.agent", 3)
+    if not fits:
+        raise RecipeError(
+            f"environment.agent: {path} cannot be called with three arguments. An agent takes (task, base_url, "
+            "api_key) and returns a reward, or None if the recipe's rewards grade the episode."
+        )
 
 
 def _check_estimator(path: str) -> None:
@@ -261,6 +278,7 @@ def _on_policy_plugins(recipe: OnPolicyRecipe) -> Iterator[tuple[str, object]]:
     yield "algorithm.loss", recipe.full_algorithm.loss
     if recipe.environment is not None:
         yield "environment.environment", recipe.environment.environment
+        yield "environment.agent", recipe.environment.agent
         if (gymnasium := recipe.environment.gymnasium) is not None:
             for key in ("id", "render", "parse"):
                 yield f"environment.gymnasium.{key}", getattr(gymnasium, key)

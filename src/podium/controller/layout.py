@@ -161,7 +161,7 @@ def _helper_roles(
         runner = RunnerSpec(
             model=recipe.model, environment=recipe.environment, generator=GENERATOR, lent=lent,
             max_length=longest_sequence(recipe), deadline_s=recipe.placement.timeout_s + HANG_SLACK_S,
-            sandbox=recipe.sandbox,
+            sandbox=recipe.sandbox, has_rewards=bool(recipe.reward),
         )  # fmt: skip
         roles.append(
             RoleSpec(

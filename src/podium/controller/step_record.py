@@ -237,7 +237,7 @@ def _unpacked_rollouts(
     ids = TrajectoryIds(arrays[f"{name}.ids"])
     block = TrajectoryBlock(
         ids=ids, offsets=arrays[f"{name}.offsets"], **{column: arrays[f"{name}.{column}"] for column in _BLOCK},
-        **{column: arrays.get(f"{name}.{column}") for column in _OPTIONAL},
+        experts_TLK=arrays.get(f"{name}.experts_TLK"), starts_T=arrays.get(f"{name}.starts_T"),
     )  # fmt: skip
     note = EpisodeNote(
         **{column: arrays[f"{name}.note.{column}"] for column in _NOTE},

@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from podium.environments.agents import agent_maker
 from podium.environments.episode import MakeEnvironment
 from podium.environments.gymnasium_episodes import GymnasiumEnvironment, GymnasiumSpec
 from podium.environments.openenv_episodes import OpenEnvEnvironment, OpenEnvSpec
@@ -22,6 +23,8 @@ def environment_maker(section: EnvironmentSection | None, key: str = "environmen
     environment of another package, or (no section) a single turn."""
     if section is None:
         return SingleTurn
+    if section.is_agent:
+        return agent_maker(section, key)
     if section.gymnasium is not None:
         return partial(GymnasiumEnvironment, GymnasiumSpec.of(section.gymnasium, section.options, key))
     if section.openenv is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from podium.data.tasks import Task
 from podium.environments.activity import MARK, Activity, Mark
+from podium.environments.agents import AgentCall
 from podium.environments.environment_factory import environment_maker
 from podium.environments.protocol import OVERDUE, Observation, Outcome, Turn, call_within
 from podium.environments.sandbox.pool import use_recipe_sandbox
@@ -22,7 +23,7 @@ class Begin:
     """Creates an environment and resets it."""
 
     place: int
-    task: Task
+    task: Task | AgentCall
 
 
 @dataclass(frozen=True, slots=True)

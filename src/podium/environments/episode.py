@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import sys
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -106,6 +106,7 @@ class Episode:
     loss_mask_T: Mask
     behavior_logprobs_T: NDArray[np.float32]  # 0 where the token was not sampled
     versions_T: Tokens  # -1 where the token was not sampled
+    starts: tuple[int, ...] = ()  # where further token sequences begin, if the episode has several
     experts: Experts | None = None  # of the first positions
     num_prompt_tokens: int
     messages: tuple[Message, ...]  # the whole conversation; raw text becomes user and assistant messages too
@@ -174,6 +175,22 @@ async def run_episodes(
 
     An exception of the policy is raised after all episodes that finished before it. The other episodes are then
     cancelled, as they are when the caller stops early (close the generator, or leave it in `contextlib.aclosing`)."""
+
+    async def play(id: TrajectoryId, task: Task) -> Episode:
+        return await run_job(make, policy, tokenizer, id, task, limits=limits, greedy=greedy)
+
+    async with contextlib.aclosing(play_episodes(jobs, play, concurrency=concurrency)) as episodes:
+        async for episode in episodes:
+            yield episode
+
+
+async def play_episodes(
+    jobs: Iterable[EpisodeJob] | asyncio.Queue[EpisodeJob | None],
+    play: Callable[[TrajectoryId, Task], Awaitable[Episode]],
+    *,
+    concurrency: int,
+) -> AsyncGenerator[Episode, None]:
+    """Yields episodes that `play` plays, like `run_episodes`. An exception of `play` counts as the policy's."""
     finished: asyncio.Queue[Episode | None] = asyncio.Queue()
     waiting = jobs if isinstance(jobs, asyncio.Queue) else iter(jobs)
 
@@ -188,8 +205,7 @@ async def run_episodes(
 
     async def work() -> None:
         while (job := await next_job()) is not None:
-            id, task = job
-            finished.put_nowait(await _run_job(make, id, task, policy, tokenizer, limits=limits, greedy=greedy))
+            finished.put_nowait(await play(*job))
 
     workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
     everyone = asyncio.gather(*workers)
@@ -216,7 +232,17 @@ def block_of(episodes: Sequence[Episode]) -> TrajectoryBlock:
         behavior_logprobs_T=_joined([episode.behavior_logprobs_T for episode in episodes], np.float32),
         versions_T=_joined([episode.versions_T for episode in episodes], np.int32),
         experts_TLK=aligned([(episode.experts, len(episode.tokens_T)) for episode in episodes]),
+        starts_T=_starts(episodes, offsets),
     )
+
+
+def _starts(episodes: Sequence[Episode], offsets: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+    if not any(episode.starts for episode in episodes):
+        return None
+    starts_T = np.zeros(int(offsets[-1]), np.bool_)
+    for first, episode in zip(offsets[:-1].tolist(), episodes, strict=True):
+        starts_T[[first + start for start in episode.starts]] = True
+    return starts_T
 
 
 class _EpisodeError(Exception):
@@ -442,10 +468,11 @@ class _Running:
         return self._limits.room(transcript.num_prompt_tokens, len(transcript))
 
 
-async def _run_job(
-    make: MakeEnvironment, id: TrajectoryId, task: Task, policy: Policy, tokenizer: TurnTokenizer, *,
+async def run_job(
+    make: MakeEnvironment, policy: Policy, tokenizer: TurnTokenizer, id: TrajectoryId, task: Task, *,
     limits: EpisodeLimits, greedy: bool,
 ) -> Episode:  # fmt: skip
+    """Plays one episode in an environment of its own, again from its beginning if its process is lost."""
     try:
         environment = make()
     except Exception as error:  # the environment is the user's code

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from podium.data.tasks import Task
+from podium.environments.agents import AgentCall
 from podium.environments.environment_service import Begin, End, EnvironmentResponse, EnvironmentService, Misfit, Take
 from podium.environments.output_cap import OutputCap
 from podium.environments.protocol import BoundedEnvironment, CallFailedError, EpisodeLostError, Turn
@@ -174,7 +175,7 @@ class HostedEnvironment(BoundedEnvironment):
         self._closes, self._is_free = False, True
         self.places: Mapping[str, str] = {}  # method of the user's environment -> file and line of its definition
 
-    async def reset(self, task: Task, /) -> Any:
+    async def reset(self, task: Task | AgentCall, /) -> Any:
         """Takes a place in a process and resets the environment there."""
         self._place = await self._host.acquire(self._losses)
         return await self._call(Begin(self._place.number, task))

@@ -49,12 +49,14 @@ class Gateway:
         self._sessions: dict[str, tuple[SessionAccess, ChatSession]] = {}
         self._began = int(wall_clock_s())
 
-    def open_session(self, settings: SessionSettings | None = None) -> SessionAccess:
-        """A new session with a key of its own."""
+    def open_session(
+        self, settings: SessionSettings | None = None, service: ModelService | None = None
+    ) -> SessionAccess:
+        """A new session with a key of its own. `service`: what answers it; default: the gateway's."""
         if len(self._sessions) >= _MOST_SESSIONS:
             raise RequestRefusedError(503, f"{_MOST_SESSIONS} sessions are open. Close some.")
         access = SessionAccess(id=secrets.token_hex(8), key=f"sk-{secrets.token_urlsafe(24)}")
-        self._sessions[access.id] = access, ChatSession(self.service, settings)
+        self._sessions[access.id] = access, ChatSession(service or self.service, settings)
         return access
 
     async def close_session(self, id: str) -> SessionRecord:

@@ -63,7 +63,7 @@ _TRAINING_DATA = re.compile(r"^data\.train\.\d+\.(path|format|split|columns|map)
 
 
 _CODE = re.compile(
-    r"^(reward\.\d+\.function|environment\.environment|environment\.tools\.\d+|environment\.(gymnasium|openenv)\.\w+)$"
+    r"^(reward\.\d+\.function|environment\.environment|environment\.agent|environment\.tools\.\d+|environment\.(gymnasium|openenv)\.\w+)$"
 )
 
 
@@ -80,6 +80,8 @@ _OFF = {
     "model.control_tokens_in_content": "text",
     "environment.gymnasium": None,
     "environment.openenv": None,
+    "environment.agent": None,
+    "environment.agent_command": [],
 }
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
 from podium.recipe.field_environments import AnyGymnasium, AnyOpenEnv
@@ -25,6 +25,9 @@ from podium.recipe.fields import (
 from podium.recipe.judges import JudgeSection
 from podium.recipe.plugins import PLUGIN_SCHEMA, Plugin
 from podium.recipe.schema import EngineSection
+
+# An agent's deadline, if none is given.
+_AGENT_S = 600.0
 
 VerifierName = Literal["exact_match", "numeric", "regex", "json_schema", "math_verify", "length", "code"]
 
@@ -240,8 +243,9 @@ Teachers = Annotated[tuple[TeacherSection, ...], OneOrMore()]
 
 
 class EnvironmentSection(Section):
-    """Episodes of several turns: a custom environment, tools that the model may call, or an environment of another
-    package. Exactly one of `environment`, `tools`, `gymnasium` and `openenv`."""
+    """Episodes of several turns: a custom environment, tools that the model may call, an environment of another
+    package, or an agent that asks for answers itself. Exactly one of `environment`, `tools`, `gymnasium`, `openenv`,
+    `agent` and `agent_command`."""
 
     environment: Plugin | None = Field(None, description="`file.py:Class` with async reset and step.")
     gymnasium: AnyGymnasium | None = Field(
@@ -253,6 +257,16 @@ class EnvironmentSection(Section):
     tools: Annotated[tuple[Plugin, ...], OneOrMore()] = Field(
         (), description="Python functions that the model may call."
     )
+    agent: Plugin | None = Field(
+        None,
+        description="`file.py:function`, an agent: called with the task, a base URL and a key for a client of OpenAI's "
+        "API. It returns the episode's reward, or None if the recipe's rewards grade it.",
+    )
+    agent_command: tuple[Text, ...] = Field(
+        (),
+        description="An agent as a command: arguments, in which {task} is the task as JSON and {task_file} the name of "
+        "a file with it. OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY are set for it.",
+    )
     hidden_tools: Switch = Field(False, description="Allow a chat template that does not show the tools to the model.")
     max_turns: Count = Field(8, description="Answers of the model in one episode.")
     max_episode_tokens: Count | None = Field(
@@ -260,7 +274,12 @@ class EnvironmentSection(Section):
     )
     runners: Count = Field(1, description="Processes that run episodes.")
     concurrency: Count = Field(256, description="Episodes that one runner has under way at the same time.")
-    timeout_s: Real = Field(60.0, gt=0, description="Longest time of one call of reset, step or a tool.")
+    timeout_s: Real = Field(
+        60.0,
+        gt=0,
+        description="Longest time of one call of reset, step or a tool. Of an agent: of its whole episode, with what "
+        "the model generates; its default is 600.",
+    )
     memory_gib: Real | None = Field(
         None,
         gt=0,
@@ -273,11 +292,23 @@ class EnvironmentSection(Section):
         description="Keyword arguments of the environment's class; with tools: max_chars, max_calls, role.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _agents_have_more_time(cls, value: Any) -> Any:
+        """An agent's deadline is one of a whole episode."""
+        is_agent = isinstance(value, dict) and (value.get("agent") or value.get("agent_command"))
+        return {"timeout_s": _AGENT_S, **value} if is_agent else value
+
     @property
     def kinds(self) -> tuple[str, ...]:
         """The keys that say which environment it is; a valid recipe has one."""
-        keys = ("environment", "tools", "gymnasium", "openenv")
+        keys = ("environment", "tools", "gymnasium", "openenv", "agent", "agent_command")
         return tuple(key for key in keys if getattr(self, key))
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether an agent asks for answers itself, through the gateway."""
+        return self.agent is not None or bool(self.agent_command)
 
     @property
     def is_self_contained(self) -> bool:

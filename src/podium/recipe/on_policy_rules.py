@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from podium.recipe.agent_rules import agent_rules
 from podium.recipe.algorithm import GrpoAlgorithm, PolicySection
 from podium.recipe.generator_mesh import generator_rules
 from podium.recipe.on_policy import JudgeReward
@@ -359,9 +360,11 @@ def _environment(recipe: OnPolicyRecipe) -> Iterator[str]:
     if len(environment.kinds) != 1:
         found = " and ".join(f"`{kind}`" for kind in environment.kinds) or "none"
         yield (
-            "environment: give exactly one of `environment` (a custom class), `tools` (functions), `gymnasium` and "
-            f"`openenv`; found {found}."
+            "environment: give exactly one of `environment` (a custom class), `tools` (functions), `gymnasium`, "
+            f"`openenv`, `agent` (a function) and `agent_command`; found {found}."
         )
+    if environment.is_agent:
+        yield from agent_rules(recipe, environment)
     openenv = environment.openenv
     if openenv is not None and openenv.action is None:
         if openenv.answer == "text" and openenv.field is None:

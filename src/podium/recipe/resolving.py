@@ -43,6 +43,7 @@ _PLUGINS = (
     "preference.loss",
     "environment.environment",
     "environment.tools.*",
+    "environment.agent",
     "environment.gymnasium.id",
     "environment.gymnasium.render",
     "environment.gymnasium.parse",

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, zip_longest
@@ -26,7 +26,8 @@ from podium.environments.episode import (
     TurnAnswer,
     TurnRequest,
     block_of,
-    run_episodes,
+    play_episodes,
+    run_job,
 )
 from podium.environments.hosted_episodes import EnvironmentHost, HostedEnvironment
 from podium.environments.output_cap import OutputCap
@@ -36,6 +37,7 @@ from podium.models.folder import local_folder
 from podium.progress import mark_progress
 from podium.recipe import EnvironmentSection, ModelSection
 from podium.recipe.on_policy import SandboxSection
+from podium.roles.agent_sessions import AgentSessions, AgentSettings, Play
 from podium.roles.carriers import FINISHES, EpisodeNote, PromptShard, SamplingPlan, TurnRewards
 from podium.roles.episode_states import EpisodeStates
 from podium.roles.interfaces import EpisodeSource, Generator
@@ -48,6 +50,8 @@ _MOST_WARNINGS = 5
 _WAIT_S = 0.02
 # How often a runner whose episodes take long shows that its event loop lives.
 _ALIVE_S = 1.0
+# In the place of a generator: it knows that nobody wants an answer any more.
+_TOLD = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,7 @@ class RunnerSpec:
     max_length: int
     deadline_s: float = 600.0  # of one call to a generator
     sandbox: SandboxSection | None = None
+    has_rewards: bool = True  # whether the recipe grades episodes
 
 
 class EpisodeRunner(EpisodeSource):
@@ -77,6 +82,7 @@ class EpisodeRunner(EpisodeSource):
         )
         weakref.finalize(self, self._host.close)  # a role that is dropped with its worker
         tokenizer = load_tokenizer(spec.model)
+        self._plain_tokenizer = tokenizer
         self._tokenizer = TurnTokenizer(
             tokenizer, hidden_tools=spec.environment.hidden_tools, rule=ControlRule.of(spec.model)
         )
@@ -165,6 +171,8 @@ class EpisodeRunner(EpisodeSource):
         if self._is_checked or all(prompt.task.messages is None for prompt in shard.prompts):
             return
         section = self._spec.environment
+        if section.is_agent:  # the gateway renders each request; a template that rewrites turns begins a new sequence
+            return
         tools = self._host.tool_schemas if section.tools else None
         tokenizer = load_tokenizer(self._spec.model)
         check_template(tokenizer, role=section.reply_role, tools=tools)
@@ -176,7 +184,11 @@ class EpisodeRunner(EpisodeSource):
     async def _blocks(self, plan: SamplingPlan) -> AsyncGenerator[Computed[TrajectoryBlock], None]:
         """Waits for episodes, and passes on those that have ended at short intervals."""
         ready: list[Episode] = []
-        async with self._policy(plan) as policy, aclosing(self._episodes(policy, plan)) as episodes:
+        async with (
+            self._policy(plan) as policy,
+            self._player(policy, plan) as play,
+            aclosing(self._episodes(play)) as episodes,
+        ):
             sent, coming = time.monotonic(), asyncio.ensure_future(anext(episodes, None))
             abandoned = asyncio.ensure_future(self._abandoned.wait())
             try:
@@ -200,8 +212,17 @@ class EpisodeRunner(EpisodeSource):
                 await asyncio.gather(coming, abandoned, return_exceptions=True)
         yield self._computed(ready)
 
-    def _episodes(self, policy: EnginePolicy, plan: SamplingPlan) -> AsyncGenerator[Episode, None]:
+    def _episodes(self, play: Play) -> AsyncGenerator[Episode, None]:
+        return play_episodes(self._jobs, play, concurrency=self._spec.environment.concurrency)
+
+    @asynccontextmanager
+    async def _player(self, policy: EnginePolicy, plan: SamplingPlan) -> AsyncIterator[Play]:
+        """What plays one episode, for as long as a stream is open."""
         section = self._spec.environment
+        if section.is_agent:
+            async with AgentSessions(policy, plan, self._agent_settings(), self._make) as sessions:
+                yield sessions.play
+            return
         limits = EpisodeLimits(
             max_turns=section.max_turns,
             max_new_tokens=plan.max_new_tokens,
@@ -209,10 +230,15 @@ class EpisodeRunner(EpisodeSource):
             max_length=self._spec.max_length,
             timeout_s=section.timeout_s,
         )
-        return run_episodes(
-            self._make, self._jobs, policy, self._tokenizer, limits=limits, concurrency=section.concurrency,
-            greedy=plan.temperature == 0,
-        )  # fmt: skip
+        yield partial(run_job, self._make, policy, self._tokenizer, limits=limits, greedy=plan.temperature == 0)
+
+    def _agent_settings(self) -> AgentSettings:
+        return AgentSettings(
+            tokenizer=self._plain_tokenizer,
+            max_length=self._spec.max_length,
+            section=self._spec.environment,
+            needs_reward=not self._spec.has_rewards,
+        )
 
     def _make(self) -> HostedEnvironment:
         self._states.begin_episode()
@@ -256,6 +282,8 @@ class EnginePolicy:
         self._asked: list[asyncio.Event] = [asyncio.Event() for _ in self._engines]
         self._waiting: dict[TrajectoryId, asyncio.Future[Completion]] = {}
         self._requests: dict[TrajectoryId, Request] = {}  # of those that wait
+        self._engine_of: dict[TrajectoryId, int] = {}
+        self._unwanted: dict[TrajectoryId, int] = {}  # cancelled, and at which generator
         self._talks: list[asyncio.Task[None]] = []
         self._broken: BaseException | None = None
 
@@ -269,33 +297,55 @@ class EnginePolicy:
         await asyncio.gather(*self._talks, return_exceptions=True)
 
     async def answer(self, request: TurnRequest, /) -> TurnAnswer:
+        completion = await self.complete(self._request(request))
+        return TurnAnswer(
+            tokens_L=completion.tokens_L, logprobs_L=completion.logprobs_L, versions_L=completion.versions_L,
+            finish=completion.finish, error=completion.error, experts=completion.experts,
+        )  # fmt: skip
+
+    async def complete(self, request: Request) -> Completion:
         """Waits for the generator, whose loop has its own deadline for every call."""
         if self._broken is not None:
             raise self._broken
         waiting: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = waiting
-        self._ask(self._request(request))
+        self._ask(request)
         with nullcontext() if self._states is None else self._states.generating():
-            completion = await waiting
-        return TurnAnswer(
-            tokens_L=completion.tokens_L, logprobs_L=completion.logprobs_L, versions_L=completion.versions_L,
-            finish=completion.finish, error=completion.error, experts=completion.experts,
+            return await waiting
+
+    def cancel(self, id: TrajectoryId) -> None:
+        """Ends a request with the tokens that it has."""
+        if id in self._requests:
+            self._unwanted[id] = self._engine_of[id]
+            self._asked[self._engine_of[id]].set()
+
+    def sampling(self, max_new_tokens: int, *, greedy: bool) -> Sampling:
+        """How the recipe samples an answer."""
+        plan = self._plan
+        return Sampling(
+            max_new_tokens=max_new_tokens, temperature=0.0 if greedy else plan.temperature, top_p=plan.top_p,
+            top_k=plan.top_k, min_p=plan.min_p, stop_tokens=self._stops, stop_strings=plan.stop,
         )  # fmt: skip
 
     def _ask(self, request: Request) -> None:
         num_lent = len(self._engines) - self._num_own if self._uses_lent() else 0
         engine = engine_of(request.id.prompt_index, self._num_own, num_lent)
         self._requests[request.id] = request
+        self._engine_of[request.id] = engine
         self._new[engine].append(request)
         self._asked[engine].set()
 
     def _settle(self, completion: Completion, *, was_lent: bool) -> None:
         """Notes an answer. One that a lent generator has given back continues on another."""
         request = self._requests.pop(completion.id)
-        if was_lent and completion.finish == "cancelled":
+        self._engine_of.pop(completion.id, None)
+        is_unwanted = self._unwanted.pop(completion.id, None) is not None
+        if was_lent and completion.finish == "cancelled" and not is_unwanted:
             self._ask(replace(request, begun=completion.so_far))
         else:
-            self._waiting.pop(completion.id).set_result(completion)
+            waiting = self._waiting.pop(completion.id)
+            if not waiting.done():  # else its episode was given up
+                waiting.set_result(completion)
 
     async def _talk(self, engine: int) -> None:
         """Consumes new requests to one generator and waits for its answers; ends with the policy. If the generator
@@ -309,6 +359,10 @@ class EnginePolicy:
                     await self._asked[engine].wait()
                 requests, self._new[engine] = self._new[engine], []
                 under_way.update(request.id for request in requests)
+                unwanted = tuple(id for id, at in self._unwanted.items() if at == engine and id in under_way)
+                if unwanted:
+                    await channel.call(rank, self._deadline_s, Generator.give_back, unwanted)
+                    self._unwanted |= dict.fromkeys(unwanted, _TOLD)
                 done = await channel.call(
                     rank, self._deadline_s, Generator.exchange, self._name, tuple(requests), _WAIT_S
                 )
@@ -325,12 +379,8 @@ class EnginePolicy:
                     waiting.set_exception(error)
 
     def _request(self, request: TurnRequest) -> Request:
-        plan = self._plan
-        sampling = Sampling(
-            max_new_tokens=request.max_new_tokens, temperature=0.0 if request.greedy else plan.temperature,
-            top_p=plan.top_p, top_k=plan.top_k, min_p=plan.min_p, stop_tokens=self._stops, stop_strings=plan.stop,
-        )  # fmt: skip
-        return Request(id=request.id, prompt=request.prompt, sampling=sampling, seed=plan.seed)
+        sampling = self.sampling(request.max_new_tokens, greedy=request.greedy)
+        return Request(id=request.id, prompt=request.prompt, sampling=sampling, seed=self._plan.seed)
 
 
 def engine_of(prompt_index: int, num_own: int, num_lent: int) -> int:

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents: code that plays a whole episode with a client of its own, as a function or as a command.
+
+An agent is the `reset` of an environment that is never stepped: processes, deadlines and crashes are treated as those
+of any other environment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import math
+import os
+import signal
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from podium.data.tasks import Task
+from podium.environments.protocol import Outcome, is_async
+from podium.errors import type_phrase
+from podium.recipe import plugins
+from podium.recipe.on_policy import EnvironmentSection
+
+# Of what a command prints: the end is kept, which has its result or its last error.
+_KEPT_BYTES = 64 << 10
+_SHOWN_LETTERS = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AgentCall:
+    """What an agent is called with. `session_url` has no `/v1`, which clients of Anthropic's API add themselves."""
+
+    task: Task
+    session_url: str
+    key: str
+
+    @property
+    def base_url(self) -> str:
+        """For clients of OpenAI's API."""
+        return f"{self.session_url}/v1"
+
+
+def agent_maker(section: EnvironmentSection, key: str) -> Callable[[], Any]:
+    """The factory of a recipe's agent, one for each episode."""
+    if section.agent is None:
+        return partial(CommandAgent, section.agent_command)
+    function = plugins.load(section.agent, f"{key}.agent")
+    return partial(CoroutineAgent if is_async(function) else ThreadAgent, function)
+
+
+class CoroutineAgent:
+    """An agent that shares the event loop with all other episodes."""
+
+    def __init__(self, function: Callable[..., Awaitable[Any]]) -> None:
+        self._function = function
+
+    async def reset(self, call: AgentCall, /) -> Outcome | None:
+        """Plays the episode. Returns its reward, if the agent gives one."""
+        return reward_of(await self._function(call.task, call.base_url, call.key))
+
+
+class ThreadAgent:
+    """An agent that has a thread for its episode."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def reset(self, call: AgentCall, /) -> Outcome | Awaitable[Outcome | None] | None:
+        """Plays the episode. Returns its reward, if the agent gives one."""
+        result = self._function(call.task, call.base_url, call.key)
+        return _awaited(result) if inspect.isawaitable(result) else reward_of(result)
+
+
+async def _awaited(result: Awaitable[Any]) -> Outcome | None:
+    return reward_of(await result)
+
+
+def reward_of(result: Any) -> Outcome | None:
+    """What an agent returned: a number, or None."""
+    if result is None:
+        return None
+    try:
+        reward = float(result)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"an agent returns a number or None, not {type_phrase(result)}") from error
+    if isinstance(result, str) or not math.isfinite(reward):
+        raise TypeError(f"an agent returns a finite number or None, not {result!r:.80}")
+    return Outcome(reward=reward, done=True)
+
+
+class CommandAgent:
+    """An agent that is a program. Its last line of output is the reward, as a number or {"reward": NUMBER}; any other
+    output is none."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+
+    async def reset(self, call: AgentCall, /) -> Outcome | None:
+        """Runs the program. It ends, with all that it has started, when this is cancelled."""
+        with tempfile.TemporaryDirectory(prefix="podium-agent-") as folder:
+            file = os.path.join(folder, "task.json")
+            text = task_text(call.task)
+            with open(file, "w", encoding="utf-8") as out:
+                out.write(text)
+            arguments = [each.replace("{task_file}", file).replace("{task}", text) for each in self._command]
+            code, output, errors = await _run(arguments, _variables(call))
+        if code != 0:
+            said = (errors.strip() or output.strip())[-_SHOWN_LETTERS:]
+            raise RuntimeError(f"the command ended with exit code {code}{f': {said}' if said else ''}")
+        return reward_of(printed_reward(output))
+
+
+def task_text(task: Task) -> str:
+    """A task as JSON: `messages` or `text` is the prompt, `row` has all columns."""
+    values = {"messages": task.messages, "text": task.text, "tools": task.tools, "row": dict(task.row)}
+    return json.dumps(values, ensure_ascii=False, default=str)
+
+
+def printed_reward(output: str) -> float | None:
+    """The reward in the last line of a command's output, if it is one."""
+    lines = output.strip().splitlines()
+    try:
+        value = json.loads(lines[-1]) if lines else None
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, dict):
+        value = value.get("reward")
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _variables(call: AgentCall) -> dict[str, str]:
+    return {
+        **os.environ,
+        "OPENAI_BASE_URL": call.base_url,
+        "OPENAI_API_KEY": call.key,
+        "ANTHROPIC_BASE_URL": call.session_url,
+        "ANTHROPIC_API_KEY": call.key,
+    }
+
+
+async def _run(arguments: Sequence[str], variables: dict[str, str]) -> tuple[int, str, str]:
+    """Exit code and the ends of both outputs. The program has a session of its own, so that all of it can be ended."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE, env=variables, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        hint = " Give long tasks as {task_file}." if error.errno == 7 else ""
+        raise RuntimeError(f"the command cannot be started: {error}.{hint}") from error
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        output, errors = await asyncio.gather(_end_of(process.stdout), _end_of(process.stderr))
+        return await process.wait(), output, errors
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+async def _end_of(stream: asyncio.StreamReader) -> str:
+    kept = b""
+    while part := await stream.read(_KEPT_BYTES):
+        kept = (kept + part)[-_KEPT_BYTES:]
+    return kept.decode("utf-8", "replace")
