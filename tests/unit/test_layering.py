@@ -85,6 +85,7 @@ TORCH_FREE = (
     "rollout.jobs",
     "rollout.answers_file",
     "rollout.progress",
+    "roles.agent_sessions",
     "roles.blocks",
     "roles.carriers",
     "roles.episode_runner",

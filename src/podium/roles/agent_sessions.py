@@ -5,7 +5,7 @@ them, one session for each episode."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from podium.data.documents import Tokens
+from podium.data.splitmix import GAMMA, mix
 from podium.data.tasks import Task
 from podium.data.trajectories import TrajectoryId
 from podium.environments.agents import AgentCall
@@ -31,7 +32,6 @@ from podium.gateway.server import Gateway
 from podium.recipe import EnvironmentSection
 from podium.roles.carriers import SamplingPlan
 from podium.rollout.engine import Capacity, TokenScores
-from podium.rollout.randomness import stream_key
 from podium.rollout.requests import Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class AgentSessions:
         self._address = ""
 
     async def __aenter__(self) -> AgentSessions:
-        nobody = _SessionBackend(self._policy, TrajectoryId(-1, 0), self._settings, greedy=False)
+        nobody = _SessionBackend(self._policy, TrajectoryId(-1, 0), self._settings, numbers=count(), greedy=False)
         self._gateway = Gateway(_SessionService(MODEL_NAME, self._conversations, nobody))
         self._server = HttpServer(self._gateway.handle, limits=self._limits)
         self._address = f"http://127.0.0.1:{await self._server.listen('127.0.0.1', 0)}"
@@ -86,9 +86,11 @@ class AgentSessions:
     async def play(self, id: TrajectoryId, task: Task) -> Episode:
         """Plays one episode. If its process is lost through another episode, it is played again from its beginning,
         in a new session with the same random numbers."""
-        environment = self._make()
+        environment, numbers = self._make(), count()
         while True:
-            backend = _SessionBackend(self._policy, id, self._settings, greedy=self._plan.temperature == 0)
+            backend = _SessionBackend(
+                self._policy, id, self._settings, numbers=numbers, greedy=self._plan.temperature == 0
+            )
             try:
                 return await self._played(environment, backend, id, task)
             except EpisodeLostError as lost:
@@ -99,8 +101,9 @@ class AgentSessions:
     ) -> Episode:
         """Waits for the agent, which has its own deadline, or for the failure of a generator."""
         sampling = self._policy.sampling(self._plan.max_new_tokens, greedy=backend.greedy)
-        seed = stream_key(self._plan.seed, id) >> 2
-        settings = SessionSettings(sampling=sampling, seed=seed, max_requests=_REQUESTS_PER_ATTEMPT)
+        settings = SessionSettings(
+            sampling=sampling, seed=_session_seed(self._plan.seed, id), max_requests=_REQUESTS_PER_ATTEMPT
+        )
         service = _SessionService(MODEL_NAME, self._conversations, backend)
         access = self._gateway.open_session(settings, service)
         call = AgentCall(task=task, session_url=f"{self._address}{access.path}", key=access.key)
@@ -175,22 +178,33 @@ class AgentSessions:
         return ("tokens" if backend.was_cut else "done"), None
 
 
+def _session_seed(seed: int, id: TrajectoryId) -> int:
+    """The same in every attempt at an episode."""
+    key = 0
+    for part in (seed, id.prompt_index, id.sample):
+        key = mix(key + GAMMA + part)
+    return key
+
+
 class _SessionService(ModelService):
     """The model of one session: also refuses more answers than the recipe allows."""
 
     def sampling(self, wish: SamplingWish, prompt_tokens: int, base: Sampling | None = None) -> Sampling:
         """What the engine gets."""
         assert isinstance(self.backend, _SessionBackend)
-        self.backend.require_turns(wish.n)
-        return super().sampling(wish, prompt_tokens, base)
+        sampling = super().sampling(wish, prompt_tokens, base)
+        self.backend.require_turns(wish.n)  # last: what is refused takes no answer away
+        return sampling
 
 
 class _SessionBackend:
     """The run's generators, for the requests of one episode."""
 
-    def __init__(self, policy: EnginePolicy, id: TrajectoryId, settings: AgentSettings, *, greedy: bool) -> None:
-        self._policy, self._id, self._settings = policy, id, settings
-        self._numbers = count()
+    def __init__(
+        self, policy: EnginePolicy, id: TrajectoryId, settings: AgentSettings, *, numbers: Iterator[int], greedy: bool
+    ) -> None:
+        """`numbers`: of the episode's requests, also of those before its process was lost."""
+        self._policy, self._id, self._settings, self._numbers = policy, id, settings, numbers
         self._tasks: set[asyncio.Task[None]] = set()
         self._left = settings.section.max_turns
         self.greedy = greedy

@@ -359,10 +359,6 @@ class EnginePolicy:
                     await self._asked[engine].wait()
                 requests, self._new[engine] = self._new[engine], []
                 under_way.update(request.id for request in requests)
-                unwanted = tuple(id for id, at in self._unwanted.items() if at == engine and id in under_way)
-                if unwanted:
-                    await channel.call(rank, self._deadline_s, Generator.give_back, unwanted)
-                    self._unwanted |= dict.fromkeys(unwanted, _TOLD)
                 done = await channel.call(
                     rank, self._deadline_s, Generator.exchange, self._name, tuple(requests), _WAIT_S
                 )
@@ -370,6 +366,10 @@ class EnginePolicy:
                     if completion.id in under_way:  # else of a stream before
                         under_way.discard(completion.id)
                         self._settle(completion, was_lent=engine >= self._num_own)
+                unwanted = tuple(id for id, at in self._unwanted.items() if at == engine and id in under_way)
+                if unwanted:  # after they were sent
+                    self._unwanted |= dict.fromkeys(unwanted, _TOLD)
+                    await channel.call(rank, self._deadline_s, Generator.give_back, unwanted)
         except asyncio.CancelledError:
             raise
         except BaseException as error:

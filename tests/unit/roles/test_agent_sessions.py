@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents over a gateway and a scripted generator: what becomes an episode, and what a fault of an agent costs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.agents import AGENTS
+from helpers.tiny import tiny_tokenizer
+from podium.data.tasks import Task
+from podium.data.trajectories import TrajectoryId
+from podium.environments.agents import AgentCall, CoroutineAgent
+from podium.environments.episode import Episode, block_of, play_episodes
+from podium.environments.protocol import CallFailedError, EpisodeLostError
+from podium.errors import InvariantError
+from podium.recipe import EnvironmentSection
+from podium.roles import agent_sessions
+from podium.roles.agent_sessions import AgentSessions, AgentSettings
+from podium.roles.carriers import SamplingPlan
+from podium.roles.episode_runner import note_of
+from podium.rollout.requests import Completion, Request, Sampling
+
+TOKENIZER = tiny_tokenizer()
+END = TOKENIZER.eos_token_id
+PLAN = SamplingPlan(max_new_tokens=8, temperature=1.0, seed=3)
+
+
+def agents() -> ModuleType:
+    module = ModuleType("agents_of_tests")
+    exec(AGENTS, module.__dict__)  # the text that runs write into a file
+    return module
+
+
+AGENT = agents()
+
+
+def text_of(tokens: Any) -> str:
+    return str(TOKENIZER.decode(tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)))
+
+
+class Generators:
+    """Answers with digits that depend on a request's random numbers. `held`: requests wait for a cancellation."""
+
+    def __init__(self, *, held: bool = False, broken: bool = False, delay_s: float = 0.0) -> None:
+        self.requests: list[Request] = []
+        self._held, self._broken, self._delay_s = held, broken, delay_s
+        self._cancelled: dict[TrajectoryId, asyncio.Event] = {}
+
+    def sampling(self, max_new_tokens: int, *, greedy: bool) -> Sampling:
+        return Sampling(max_new_tokens=max_new_tokens, temperature=0.0 if greedy else 1.0, stop_tokens=frozenset({END}))
+
+    def cancel(self, id: TrajectoryId) -> None:
+        if id in self._cancelled:
+            self._cancelled[id].set()
+
+    async def complete(self, request: Request) -> Completion:
+        assert all(request.id != each.id for each in self.requests), "ids of requests are unique"
+        self.requests.append(request)
+        await asyncio.sleep(self._delay_s)
+        if self._broken:
+            raise RuntimeError("the generator is gone")
+        finish: Any = "stop"
+        if self._held:
+            self._cancelled[request.id] = asyncio.Event()
+            await self._cancelled[request.id].wait()
+            finish = "cancelled"
+        digits = str(request.seed % 10_000)
+        tokens = [*TOKENIZER(digits, add_special_tokens=False)["input_ids"], END][: request.sampling.max_new_tokens]
+        if tokens[-1] != END and finish == "stop":
+            finish = "length"
+        return Completion(
+            id=request.id, prompt=request.prompt, tokens_L=np.array(tokens, np.int32),
+            logprobs_L=-np.arange(1, len(tokens) + 1, dtype=np.float32), versions_L=np.full(len(tokens), 5, np.int32),
+            finish=finish, stop=END if finish == "stop" else None,
+        )  # fmt: skip
+
+
+class Hosted:
+    """The agent in this process, with what a host says of failures. `losses`: how often its process is lost."""
+
+    def __init__(self, function: Callable[..., Any], losses: int = 0) -> None:
+        self._agent, self._losses = CoroutineAgent(function), losses
+        self.closed = False
+
+    async def reset(self, call: AgentCall) -> Any:
+        try:
+            result = await asyncio.wait_for(self._agent.reset(call), 20)
+        except Exception as error:
+            raise CallFailedError(f"{type(error).__name__}: {error}") from error
+        if self._losses:
+            raise EpisodeLostError("another one", lambda: Hosted(self._agent._function, self._losses - 1))
+        return result
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def question(text: str = "what is 1+2?") -> Task:
+    messages = ({"role": "user", "content": text},)
+    return Task(source="s", messages=messages, text=None, tools=None, reference="3", row={"at": 1}, place="row 1")
+
+
+def played(
+    function: Callable[..., Any], ids: Sequence[TrajectoryId] = (TrajectoryId(4, 1),), *, generators: Any = None,
+    plan: SamplingPlan = PLAN, losses: int = 0, needs_reward: bool = False, **section: Any,
+) -> list[Episode]:  # fmt: skip
+    settings = AgentSettings(
+        tokenizer=TOKENIZER, max_length=400, needs_reward=needs_reward,
+        section=EnvironmentSection(agent="agents.py:solve", **section),
+    )  # fmt: skip
+
+    async def main() -> list[Episode]:
+        jobs = [(id, question()) for id in ids]
+        policy: Any = generators or Generators()
+        make: Any = lambda: Hosted(function, losses)  # noqa: E731
+        async with asyncio.timeout(100), AgentSessions(policy, plan, settings, make) as sessions:
+            stream = play_episodes(jobs, sessions.play, concurrency=len(jobs))
+            return sorted([each async for each in stream], key=lambda each: each.id)
+
+    return asyncio.run(main())
+
+
+def one(function: Callable[..., Any], **how: Any) -> Episode:
+    [episode] = played(function, **how)
+    return episode
+
+
+# --- what becomes an episode ---
+
+
+def test_a_conversation_is_one_sequence_of_the_sampled_tokens() -> None:
+    generators = Generators()
+    episode = one(AGENT.several_turns, generators=generators)
+
+    assert (episode.finish, episode.error, episode.starts, episode.num_turns) == ("done", None, (), 3)
+    assert episode.turn_rewards == (0.0, 0.0, 1.0)
+    sampled = [request.seed % 10_000 for request in generators.requests]
+    assert text_of(episode.tokens_T[episode.loss_mask_T]).replace("<|im_end|>", " ").split() == list(map(str, sampled))
+    assert (episode.versions_T[episode.loss_mask_T] == 5).all()
+    assert (episode.versions_T[~episode.loss_mask_T] == -1).all()
+    assert episode.metrics["trained_tokens"] == episode.metrics["sampled_tokens"] == episode.loss_mask_T.sum()
+    last = generators.requests[-1].prompt
+    assert episode.tokens_T[: len(last)].tolist() == last.tolist()
+
+
+def test_a_tree_trains_every_sampled_token_once() -> None:
+    generators = Generators()
+    episode = one(AGENT.summarises, generators=generators)
+
+    assert len(generators.requests) == 5  # the sixth was answered from the record
+    assert episode.metrics["repeated_requests"] == 1
+    assert episode.metrics["sequences"] == 3 == len(episode.starts) + 1
+    assert episode.num_turns == 5
+    block = block_of([episode])
+    found = []
+    for begin, end in block.sequences(0):
+        text = text_of(block.tokens_T[begin:end])
+        assert text.startswith("<|im_start|>user"), "every sequence begins with a prompt of its own"
+        found.append(text_of(block.tokens_T[begin:end][block.loss_mask_T[begin:end]]).split("<|im_end|>")[:-1])
+    answers = [str(request.seed % 10_000) for request in generators.requests]
+    assert sorted(each for sequence in found for each in sequence) == sorted(answers)
+    assert sorted(map(len, found)) == [1, 2, 2]  # the turn before the fork is trained in one of its two sequences
+    note = note_of([episode])
+    assert note.turn_rewards.token_K.tolist() == sorted(note.turn_rewards.token_K.tolist())
+    assert note.trained_N.tolist() == note.sampled_N.tolist() == [int(episode.loss_mask_T.sum())]
+
+
+def test_random_numbers_depend_on_the_episode_and_not_on_its_attempt() -> None:
+    ids = [TrajectoryId(4, 1), TrajectoryId(4, 2), TrajectoryId(5, 1)]
+    first, again = played(AGENT.summarises, ids), played(AGENT.summarises, [id._replace(attempt=2) for id in ids])
+
+    texts = [text_of(each.tokens_T) for each in first]
+    assert [text_of(each.tokens_T) for each in again] == texts
+    assert len(set(texts)) == 3
+    other = played(AGENT.summarises, ids, plan=SamplingPlan(max_new_tokens=8, temperature=1.0, seed=4))
+    assert not {text_of(each.tokens_T) for each in other} & set(texts)
+
+
+def test_an_episode_that_is_lost_with_its_process_is_played_again_with_the_same_answers() -> None:
+    episode = one(AGENT.several_turns, losses=2)
+
+    assert text_of(episode.tokens_T) == text_of(one(AGENT.several_turns).tokens_T)
+    assert episode.num_turns == 3
+
+
+def test_greedy_episodes_are_sampled_at_temperature_0() -> None:
+    generators = Generators()
+    one(AGENT.several_turns, generators=generators, plan=SamplingPlan(max_new_tokens=8, temperature=0.0))
+    assert {request.sampling.temperature for request in generators.requests} == {0.0}
+
+
+async def changes_sampling(task: Task, base_url: str, key: str) -> float:
+    await AGENT.ask(base_url, key, list(task.messages or ()), temperature=0.1, top_p=0.5, max_tokens=3)
+    return 1.0
+
+
+def test_the_recipe_chooses_the_distribution_and_an_agent_fewer_tokens() -> None:
+    generators = Generators()
+    episode = one(changes_sampling, generators=generators)
+    [request] = generators.requests
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.max_new_tokens) == (1.0, 1.0, 3)
+    assert episode.finish == "tokens"
+
+
+# --- limits and faults ---
+
+
+async def over_its_limits(task: Task, base_url: str, key: str) -> float:
+    codes = []
+    for number, text in enumerate(["long " * 100, "one", "two", "three"]):
+        status, answer = await AGENT.ask(base_url, key, [{"role": "user", "content": f"{number}{text}"}])
+        codes.append(answer["error"]["code"] if status == 400 else status)
+    assert codes == ["context_length_exceeded", 200, 200, "max_turns"]
+    return 0.5
+
+
+def test_limits_are_errors_that_an_agent_can_handle() -> None:
+    episode = one(over_its_limits, max_turns=2)
+
+    assert (episode.finish, episode.error, episode.num_turns, episode.reward) == ("turns", None, 2, 0.5)
+
+
+async def raises(task: Task, base_url: str, key: str) -> None:
+    await AGENT.ask(base_url, key, list(task.messages or ()))
+    raise KeyError("a bug")
+
+
+async def never_asks(task: Task, base_url: str, key: str) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (raises, "agent: KeyError: 'a bug'"),
+        (never_asks, "ended without an answer"),
+        (AGENT.graded_by_the_recipe, "None"),
+    ],
+)
+def test_a_fault_of_an_agent_is_one_failed_episode(function: Any, why: str) -> None:
+    episode = one(function, needs_reward=True)
+
+    assert episode.finish == "error"
+    assert why in str(episode.error)
+    assert not episode.loss_mask_T.any()
+    assert note_of([episode]).errors == {0: episode.error}
+
+
+def test_without_a_reward_of_the_agent_the_recipe_grades() -> None:
+    episode = one(AGENT.graded_by_the_recipe)
+    assert (episode.finish, episode.reward, episode.num_turns) == ("done", 0.0, 1)
+
+
+async def gives_up(task: Task, base_url: str, key: str) -> float:
+    asking = asyncio.ensure_future(AGENT.ask(base_url, key, list(task.messages or ())))
+    await asyncio.sleep(0.2)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    return 1.0
+
+
+def test_tokens_that_no_agent_has_seen_are_counted_and_not_trained() -> None:
+    episode = one(gives_up, generators=Generators(held=True))
+
+    assert episode.metrics["discarded_tokens"] == episode.metrics["sampled_tokens"] > 0
+    assert "ended without an answer" in str(episode.error)
+
+
+def test_a_broken_generator_ends_the_stream_and_not_an_episode() -> None:
+    with pytest.raises(RuntimeError, match="the generator is gone"):
+        one(AGENT.several_turns, generators=Generators(broken=True))
+
+
+def test_a_token_that_is_not_recorded_is_an_error_that_names_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(self: Any, completion: Completion) -> None:
+        self.sampled_tokens += completion.num_tokens + 1
+
+    monkeypatch.setattr(agent_sessions._SessionBackend, "_note", forgetful)
+    with pytest.raises(InvariantError, match=r"session \w+ of episode 4.1#0: \d+ tokens are recorded"):
+        one(AGENT.several_turns)
+
+
+def test_hundreds_of_episodes_at_once_are_all_played() -> None:
+    generators = Generators(delay_s=0.01)
+    ids = [TrajectoryId(prompt, sample) for prompt in range(25) for sample in range(8)]
+
+    episodes = played(AGENT.several_turns, ids, generators=generators)
+
+    assert [each.id for each in episodes] == ids
+    assert {(each.finish, each.num_turns) for each in episodes} == {("done", 3)}
+    assert len(generators.requests) == 600
