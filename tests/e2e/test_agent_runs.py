@@ -3,16 +3,40 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import transformers
 
 from helpers.agents import AGENTS
 from helpers.on_policy import ledger, numbers, rl_recipe
 from helpers.workspace import Workspace
+from podium.data.trajectories import TrajectoryBlock, TrajectoryIds
+from podium.runs.rollout_files import read_rollouts
+from podium.runs.step_files import NO_DIGEST, read_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+COMMAND = """
+import asyncio, json, os, sys
+import agents
+
+task = json.loads(sys.argv[1])
+assert task["row"]["messages"]
+url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+assert url == os.environ["ANTHROPIC_BASE_URL"] + "/v1" and key == os.environ["ANTHROPIC_API_KEY"]
+messages = task["messages"]
+for _ in range(2):
+    status, answer = asyncio.run(agents.ask(url, key, messages))
+    assert status == 200, answer
+    messages = [*messages, agents.said(answer), {"role": "user", "content": "more"}]
+print("some output")
+print(json.dumps({"reward": 0.25}))
+"""
 
 
 def trained(workspace: Workspace, name: str, agent: str, **changes: Any) -> Path:
@@ -39,3 +63,85 @@ def test_an_agent_of_several_turns_is_trained_and_a_second_run_is_the_same(works
     assert [row[5] for row in ledger(runs[0])].count("consumed") == 32
     assert numbers(runs[1]) == steps
     assert ledger(runs[1]) == ledger(runs[0])
+
+
+def recorded(run: Path) -> tuple[TrajectoryBlock, np.ndarray]:
+    """The episodes of the first step and their advantages: rewards less the mean of their group."""
+    file, _ = read_step(run / "steps", 1, NO_DIGEST)
+    columns = ("offsets", "tokens_T", "loss_mask_T", "behavior_logprobs_T", "versions_T", "starts_T")
+    ids = TrajectoryIds(file.arrays["sampled.ids"])
+    block = TrajectoryBlock(ids=ids, **{column: file.arrays[f"sampled.{column}"] for column in columns})
+    rewards_N, groups = file.arrays["sampled.rewards_N"], ids.array_N4[:, 0]
+    means = np.array([rewards_N[groups == group].mean() for group in groups])
+    return block, rewards_N - means
+
+
+def test_the_gradient_of_a_tree_is_that_of_its_sequences_by_hand(workspace: Workspace) -> None:
+    """The episodes on disk give the gradient norm of the first step with plain transformers."""
+    algorithm = {"advantage": "group_centered", "loss": "policy_gradient"}
+    run = trained(workspace, "tree", "summarises", steps=1, rollout={"record": True}, algorithm=algorithm)
+    block, advantages = recorded(run)
+    assert block.starts_T is not None
+    sampled = int(block.loss_mask_T.sum())
+    found = numbers(run)[1]
+    assert found["environment/sequences"] == 3
+    assert found["environment/trained_tokens"] * len(block.ids) == sampled
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(workspace.model, dtype=torch.float32)
+    loss = torch.zeros(())
+    for row, advantage in enumerate(advantages):
+        for begin, end in block.sequences(row):
+            tokens = torch.from_numpy(block.tokens_T[begin:end].astype(np.int64))
+            logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+            mask = torch.from_numpy(block.loss_mask_T[begin + 1 : end].copy())
+            loss = loss - float(advantage) * logprobs[mask].sum() / sampled
+    loss.backward()
+    norm = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None]).norm()
+    assert found["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert float(norm) > 1e-3
+
+
+def test_an_agent_in_a_thread_learns_the_same_as_a_coroutine(workspace: Workspace) -> None:
+    runs = [trained(workspace, agent, agent) for agent in ("several_turns", "in_a_thread")]
+    first, second = (numbers(run) for run in runs)
+    assert second == first
+
+
+def test_a_command_is_an_agent_and_evaluations_play_it_too(workspace: Workspace) -> None:
+    (workspace.path / "agents.py").write_text(AGENTS)
+    (workspace.path / "cli.py").write_text(COMMAND)
+    run = trained(
+        workspace, "command", "", steps=1, evaluation={"at_start": True, "every": 1, "generation": {"prompts": 4}},
+        environment={"agent_command": [sys.executable, "cli.py", "{task}"], "concurrency": 4},
+    )  # fmt: skip
+    found = numbers(run)[1]
+    assert found["turns/mean"] == 2
+    assert found["reward/mean"] == pytest.approx(0.25)  # what the program prints
+    assert found["episodes/failed"] == 0
+    assert numbers(run)[0]["heldout/score"] == pytest.approx(0.25)
+
+
+def test_rewards_of_the_recipe_grade_what_the_agent_did_not(workspace: Workspace) -> None:
+    run = trained(workspace, "graded", "graded_by_the_recipe", reward=[{"function": "rewards.py:digits"}])
+    for episode in read_rollouts(run, 1):
+        text = str(episode.messages[-1]["content"])
+        assert episode.reward == pytest.approx(sum(each.isdigit() for each in text) / max(1, len(text)))
+
+
+@pytest.mark.parametrize("fault", ["raise", "hang", "silent", "exit"])
+def test_a_fault_costs_its_episodes_and_not_the_run(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setenv("AGENT_FAULT", fault)
+    run = trained(
+        workspace, fault, "fails", environment={"agent": "agents.py:fails", "timeout_s": 8.0},
+        grading={"on_error": "zero", "max_failed_share": 0.9},
+    )  # fmt: skip
+    failed = [episode for step in (1, 2) for episode in read_rollouts(run, step) if episode.error]
+    others = [episode for step in (1, 2) for episode in read_rollouts(run, step) if not episode.error]
+    assert failed
+    assert {"raise": "a bug of the agent", "hang": "took longer", "silent": "without an answer", "exit": "exit code 7"}[
+        fault
+    ] in str(failed[0].error)
+    assert {len([each for each in episode.messages if each["role"] == "assistant"]) for episode in others} == {3}
+    assert len(failed) + len(others) == 32

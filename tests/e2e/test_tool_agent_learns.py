@@ -45,9 +45,9 @@ def _task_maker() -> Any:
     return module
 
 
-def _learned(*overrides: str) -> list[StepMetrics]:
+def _learned(*overrides: str, recipe: str = "examples/calculator/grpo.yaml") -> list[StepMetrics]:
     result = api.train(
-        "examples/calculator/grpo.yaml",
+        recipe,
         overrides=[
             *ONE_THREAD, "placement.launcher=inline", f"steps={STEPS}", "evaluation.every=null",
             "evaluation.generation.prompts=100", "evaluation.generation.show=0", *overrides,
@@ -64,6 +64,17 @@ def test_the_share_of_calls_and_the_reward_of_heldout_samples_rise() -> None:
     first, last = sum(calls[:2]) / 2, sum(calls[-4:]) / 4
     assert 0.15 < first < 0.55
     assert last >= first + 0.30, calls
+    before, after = (line.values["heldout/pass@1"] for line in lines if "heldout/pass@1" in line.values)
+    assert before < 0.40
+    assert after >= before + 0.15, f"{before:.1%} -> {after:.1%}"
+
+
+def test_the_same_agent_as_a_client_of_an_api_learns_too() -> None:
+    """A second turn is the answer behind a call: it rises as the calls of the built-in agent do."""
+    lines = _learned(recipe="examples/agent_client/grpo.yaml")
+    turns = [line.values.get("turns/mean", 1.0) for line in lines if "environment/requests" in line.values]
+    assert len(turns) == STEPS
+    assert sum(turns[-4:]) / 4 >= sum(turns[:2]) / 2 + 0.30, turns
     before, after = (line.values["heldout/pass@1"] for line in lines if "heldout/pass@1" in line.values)
     assert before < 0.40
     assert after >= before + 0.15, f"{before:.1%} -> {after:.1%}"
