@@ -110,10 +110,10 @@ def test_an_agent_in_a_thread_learns_the_same_as_a_coroutine(workspace: Workspac
 def test_a_command_is_an_agent_and_evaluations_play_it_too(workspace: Workspace) -> None:
     (workspace.path / "agents.py").write_text(AGENTS)
     (workspace.path / "cli.py").write_text(COMMAND)
-    run = trained(
-        workspace, "command", "", steps=1, evaluation={"at_start": True, "every": 1, "generation": {"prompts": 4}},
-        environment={"agent_command": [sys.executable, "cli.py", "{task}"], "concurrency": 4},
-    )  # fmt: skip
+    evaluation = {"at_start": True, "every": 1, "generation": {"prompts": 4}}
+    environment = {"agent_command": [sys.executable, "cli.py", "{task}"], "concurrency": 4}
+    data = {"heldout": [{"path": "train.jsonl"}]}
+    run = trained(workspace, "command", "", steps=1, data=data, evaluation=evaluation, environment=environment)
     found = numbers(run)[1]
     assert found["turns/mean"] == 2
     assert found["reward/mean"] == pytest.approx(0.25)  # what the program prints
@@ -145,3 +145,34 @@ def test_a_fault_costs_its_episodes_and_not_the_run(
     ] in str(failed[0].error)
     assert {len([each for each in episode.messages if each["role"] == "assistant"]) for episode in others} == {3}
     assert len(failed) + len(others) == 32
+
+
+def test_a_tree_is_replayed_and_a_resumed_run_goes_on_as_if_nothing_had_happened(workspace: Workspace) -> None:
+    optimizer = {"lr": 3e-3, "schedule": "constant"}
+    whole, part = (
+        trained(workspace, name, "summarises", steps=steps, rollout={"record": True}, optimizer=optimizer)
+        for name, steps in (("whole", 3), ("part", 2))
+    )
+
+    replayed = workspace.podium("replay", str(part))
+    assert replayed.code == 0, replayed
+    resumed = workspace.podium("resume", str(part), "--set", "steps=3")
+    assert resumed.code == 0, resumed
+
+    assert numbers(part) == numbers(whole)
+    assert ledger(part) == ledger(whole)
+
+
+@pytest.mark.parametrize("launcher", ["ray"])
+def test_agents_on_ray_with_stale_tokens(workspace: Workspace, launcher: str) -> None:
+    """Generators beside the learner, two runners, and episodes over several versions of the weights."""
+    environment = {"agent": "agents.py:summarises", "runners": 2}
+    run = trained(
+        workspace, "ray", "", steps=3, rollout={"staleness": 1}, environment=environment,
+        placement={"launcher": launcher, "devices": 2, "layout": "split"},
+    )  # fmt: skip
+    found = numbers(run)
+    for step in (1, 2, 3):
+        assert found[step]["environment/trained_tokens"] == found[step]["environment/sampled_tokens"] > 0
+        assert found[step]["episodes/failed"] == 0
+        assert found[step]["environment/sequences"] == 3
