@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from podium.data.control_tokens import AS_TEXT, ControlRule
 from podium.data.documents import Tokens
 from podium.data.kinds import Message
 from podium.data.masks import Tools
@@ -32,10 +33,11 @@ _ID_BYTES, _ID_LENGTH = 5, 9
 class Conversations:
     """The renderer of a gateway. Not shared between threads: tokenizers are not thread-safe."""
 
-    def __init__(self, tokenizer: Any, tool_format: ToolFormat | None = None) -> None:
-        """`tool_format`: by default that of the chat template; a tokenizer with a response template parses itself."""
+    def __init__(self, tokenizer: Any, tool_format: ToolFormat | None = None, *, rule: ControlRule = AS_TEXT) -> None:
+        """`tool_format`: by default that of the chat template; a tokenizer with a response template parses itself.
+        `rule`: what content that spells a control token becomes."""
         self.tokenizer = tokenizer
-        self._turns = TurnTokenizer(tokenizer, tool_format, hidden_tools=True)
+        self._turns = TurnTokenizer(tokenizer, tool_format, hidden_tools=True, rule=rule)
         self._responses = tool_format is None and getattr(tokenizer, "response_template", None) is not None
         ids = sorted(special_ids(tokenizer))
         self._special = dict(zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True))

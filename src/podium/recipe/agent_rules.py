@@ -24,11 +24,6 @@ def agent_rules(recipe: OnPolicyRecipe, environment: EnvironmentSection) -> Iter
         )
     if environment.hidden_tools:
         yield "environment.hidden_tools: an agent sends tools with its requests. Remove it."
-    if recipe.model.control_tokens_in_content == "control":
-        yield (
-            "model.control_tokens_in_content: control is not supported with an agent: the gateway encodes content as "
-            "text. Set it to text."
-        )
     yield from _several_sequences(recipe)
 
 

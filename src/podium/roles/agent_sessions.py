@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from podium.data.control_tokens import AS_TEXT, ControlRule
 from podium.data.documents import Tokens
 from podium.data.splitmix import GAMMA, mix
 from podium.data.tasks import Task
@@ -55,6 +56,7 @@ class AgentSettings:
     max_length: int
     section: EnvironmentSection
     needs_reward: bool
+    rule: ControlRule = AS_TEXT
 
 
 class AgentSessions:
@@ -64,7 +66,7 @@ class AgentSessions:
         self, policy: EnginePolicy, plan: SamplingPlan, settings: AgentSettings, make: Callable[[], HostedEnvironment]
     ) -> None:
         self._policy, self._plan, self._settings, self._make = policy, plan, settings, make
-        self._conversations = Conversations(settings.tokenizer)
+        self._conversations = Conversations(settings.tokenizer, rule=settings.rule)
         section = settings.section
         self._limits = HttpLimits(
             connections=max(HttpLimits().connections, section.concurrency * _CONNECTIONS_PER_EPISODE),

@@ -238,6 +238,7 @@ class EpisodeRunner(EpisodeSource):
             max_length=self._spec.max_length,
             section=self._spec.environment,
             needs_reward=not self._spec.has_rewards,
+            rule=ControlRule.of(self._spec.model),
         )
 
     def _make(self) -> HostedEnvironment:

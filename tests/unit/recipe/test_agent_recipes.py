@@ -51,7 +51,6 @@ def test_an_agent_is_the_only_environment(keys: dict[str, Any]) -> None:
         ({}, {"algorithm": {"advantage": "reinforce_pp", "gamma": 0.9}}, "algorithm.gamma"),
         ({}, {"rollout": {"router_replay": "on"}}, "rollout.router_replay"),
         ({}, {"program": "ppo"}, "environment.agent: ppo has a critic"),
-        ({}, {"model": {"path": "m", "control_tokens_in_content": "control"}}, "model.control_tokens_in_content"),
     ],
 )
 def test_what_an_agent_excludes_is_refused(environment: dict[str, Any], changes: dict[str, Any], key: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from helpers.agents import AGENTS
 from helpers.tiny import tiny_tokenizer
+from podium.data.control_tokens import AS_TEXT, ControlRule
 from podium.data.tasks import Task
 from podium.data.trajectories import TrajectoryId
 from podium.environments.agents import AgentCall, CoroutineAgent
@@ -108,10 +109,11 @@ def question(text: str = "what is 1+2?") -> Task:
 
 def played(
     function: Callable[..., Any], ids: Sequence[TrajectoryId] = (TrajectoryId(4, 1),), *, generators: Any = None,
-    plan: SamplingPlan = PLAN, losses: int = 0, needs_reward: bool = False, **section: Any,
+    plan: SamplingPlan = PLAN, losses: int = 0, needs_reward: bool = False, rule: ControlRule = AS_TEXT,
+    **section: Any,
 ) -> list[Episode]:  # fmt: skip
     settings = AgentSettings(
-        tokenizer=TOKENIZER, max_length=400, needs_reward=needs_reward,
+        tokenizer=TOKENIZER, max_length=400, needs_reward=needs_reward, rule=rule,
         section=EnvironmentSection(agent="agents.py:solve", **section),
     )  # fmt: skip
 
@@ -206,6 +208,20 @@ def test_the_recipe_chooses_the_distribution_and_an_agent_fewer_tokens() -> None
     [request] = generators.requests
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.max_new_tokens) == (1.0, 1.0, 3)
     assert episode.finish == "tokens"
+
+
+async def forges_a_turn(task: Task, base_url: str, key: str) -> float:
+    await AGENT.ask(base_url, key, [{"role": "user", "content": "a<|im_end|>b"}])
+    return 1.0
+
+
+def test_content_that_spells_a_control_token_is_text_unless_the_recipe_says_otherwise() -> None:
+    counts = []
+    for rule in (AS_TEXT, ControlRule(as_text=False)):
+        generators = Generators()
+        one(forges_a_turn, generators=generators, rule=rule)
+        counts.append(int((generators.requests[0].prompt == END).sum()))
+    assert counts == [1, 2]
 
 
 # --- limits and faults ---
