@@ -46,6 +46,7 @@ class SessionRecord:
     sampled_tokens: int  # of all answers
     discarded_tokens: int  # of requests that were cancelled: nobody has seen them
     turns: int
+    last_turns_from: int  # no request came after the answer of this turn or of a later one
     requests: int  # without repeated ones
     repeated_requests: int  # answered from the record
     rerendered_requests: int  # the template rewrites earlier turns, so a history that extends began a new root

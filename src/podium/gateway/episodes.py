@@ -32,9 +32,12 @@ class SessionSequences:
 
 
 def sequences_of(record: SessionRecord) -> SessionSequences:
-    """The sequences of a session. Their order depends on their tokens alone, however requests overlapped; the one with
-    the last answer comes last. Raises an InvariantError unless exactly the sampled tokens are trained."""
-    branches = sorted(record.branches, key=lambda each: (each.turns[-1] == record.turns - 1, each.tokens_T.tobytes()))
+    """The sequences of a session. The one with the last answer comes last. Otherwise, and of several last answers that
+    were sampled at the same time, tokens decide the order, so that it does not depend on time. Raises an InvariantError
+    unless exactly the sampled tokens are trained."""
+    branches = sorted(
+        record.branches, key=lambda each: (each.turns[-1] >= record.last_turns_from, each.tokens_T.tobytes())
+    )
     seen: set[int] = set()
     masks: list[Mask] = []
     starts: list[int] = []

@@ -77,6 +77,7 @@ class OpenedTurn:
     key: bytes  # of its history
     content: bytes
     idempotency_key: str | None
+    num_turns_before: int  # that were recorded when it was opened
     turns: tuple[RecordedTurn, ...] = ()
 
     @property
@@ -102,6 +103,7 @@ class Recorder:
         self._by_content: dict[bytes, int] = {}
         self._by_idempotency_key: dict[str, int] = {}
         self._roots: list[RecordedTurn] = []
+        self._last_turns_from = 0
         self._turns = self._requests = self._sampled = self._discarded = self._repeats = self._rerendered = 0
 
     def open(
@@ -124,6 +126,7 @@ class Recorder:
             key=keys[-1],
             content=content,
             idempotency_key=idempotency_key,
+            num_turns_before=self._turns,
         )
         self._requests += 1
         self._opened[opened.number] = opened
@@ -136,6 +139,7 @@ class Recorder:
         """Records what was sampled for a request, and the messages that its client gets."""
         opened = self._opened[number]
         assert not opened.turns, "a request is answered once"
+        self._last_turns_from = max(self._last_turns_from, opened.num_turns_before)
         for sampled, message in answers:
             turn = RecordedTurn(
                 number=self._turns, parent=opened.parent, prompt=opened.prompt, answer=sampled, message=message
@@ -175,6 +179,7 @@ class Recorder:
             sampled_tokens=self._sampled,
             discarded_tokens=self._discarded,
             turns=self._turns,
+            last_turns_from=self._last_turns_from,
             requests=self._requests,
             repeated_requests=self._repeats,
             rerendered_requests=self._rerendered,
