@@ -84,6 +84,25 @@ def test_no_cheat_passes_asserts(sandbox: Sandbox, cheat: str) -> None:
     assert result.num_passed == 0, result.failures
 
 
+AGREES = (
+    "class A:\n    def __sub__(self, other): return 0.0\n    def __rsub__(self, other): return 0.0\n"
+    "    def __contains__(self, item): return True\n    def startswith(self, text): return True\n"
+    "def double(x): return A()"
+)
+
+
+def test_no_object_that_agrees_passes_asserts_with_operators(sandbox: Sandbox) -> None:
+    asserts = [
+        "assert abs(double(1) - 2) < 1e-6", "assert abs(2 - double(1)) < 1e-6", "assert 2 in double(1)",
+        "assert double(1).startswith('2')",
+    ]  # fmt: skip
+    result = sandbox.test(AGREES, asserts)
+
+    assert result.num_passed == 0, result.failures
+    honest = "def double(x): return 2.0 * x"
+    assert sandbox.test(honest, asserts[:2]).num_passed == 2
+
+
 @pytest.mark.parametrize("cheat", ["prints the pass marker", "ends itself well", "writes to every descriptor"])
 def test_no_cheat_passes_by_output(sandbox: Sandbox, cheat: str) -> None:
     assert graded(sandbox, f"```python\n{CHEATS[cheat]}\n```", {"tests": STDIO})["passed"] == 0.0

@@ -106,6 +106,8 @@ class Stack:
         return True
     def __iter__(self):
         return iter(self.items)
+    def __add__(self, other):
+        return Stack([*self.items, *other.items])
 
 class TooMuch(ValueError):
     pass
@@ -138,6 +140,11 @@ def count():
         "try:\n    check_size(4)\n    assert False\nexcept TooMuch as error:\n    assert str(error) == '4 is too much'",
         "try:\n    check_size(4)\nexcept ValueError:\n    pass\nelse:\n    assert False",
         "def test_one():\n    assert check_size(1) == 1",
+        "assert Stack([1]) + Stack([2]) == Stack([1, 2])\nassert (Stack([1]) + Stack([2])).items == [1, 2]",
+        "assert 2 in Stack([1, 2])\nassert 3 not in Stack([1, 2])",
+        "s = Stack([1])\nassert s in Stack([s])",
+        "def check(candidate):\n    assert abs(candidate(1.5) - 1.5) < 1e-6\ncheck(check_size)",
+        "import pytest\nassert check_size(0.1 + 0.2) == pytest.approx(0.3)",
     ],
 )
 def test_tests_use_functions_classes_generators_and_exceptions_of_the_program(test: str) -> None:
@@ -176,6 +183,104 @@ CHEATS: dict[str, str] = {
 }
 
 
+# An object whose every operator and method says what a test wants to hear, and remembers what it was asked with.
+_AGREEING = """
+asked = []
+def agrees(*args, **named):
+    asked.extend(args[1:])
+    return True
+def nothing(*args):
+    asked.extend(args[1:])
+    return 0.0
+class A:
+    def __getattr__(self, name): return agrees
+    def told(self): return [each for each in asked if not isinstance(each, A)]
+for name in "eq ne lt le gt ge contains".split():
+    setattr(A, f"__{name}__", agrees)
+for name in "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift divmod".split():
+    setattr(A, f"__{name}__", nothing)
+    setattr(A, f"__r{name}__", nothing)
+A.__hash__ = lambda self: 42
+A.__abs__ = lambda self: self
+def f(x): return A()
+"""
+# Tests that an honest function passes with plain values.
+_COMPARISONS = {
+    "difference": "assert abs(f(1) - 42) < 1e-6",
+    "difference of the other side": "assert abs(42 - f(1)) < 1e-6",
+    "contains": "assert 42 in f(1)",
+    "is contained": "assert f(1) in [42]",
+    "is contained in a set": "assert f(1) in {42}",
+    "is a key": "assert {42: True}[f(1)]",
+    "sum": "assert f(1) + 42 == 84",
+    "joined": "assert [42] + f(1) == [42, 42]",
+    "joined text": "assert '42' + f(1) == '4242'",
+    "formatted": "assert '%s' % f(1) == '42'",
+    "quotient": "assert f(1) / 42 == 1",
+    "remainder": "assert f(1) % 42 == 0",
+    "bits": "assert f(1) ^ 42 == 0",
+    "order": "assert 41 < f(1) < 43",
+    "greatest": "assert max(f(1), 41) == 42",
+    "in place": "x = f(1)\nx -= 42\nassert not x",
+    "divmod": "assert divmod(f(1), 42) == (1, 0)",
+    "power": "assert pow(f(1), 2) == 42 ** 2",
+    "begins": "assert f(1).startswith('42')",
+    "ends": "assert f(1).endswith('42')",
+    "subset": "assert f(1).issubset({42})",
+    "approximately": "import pytest\nassert f(1) == pytest.approx(42)",
+    "approximately of the other side": "import pytest\nassert pytest.approx(42) == f(1)",
+    "unittest": "import unittest\nunittest.TestCase().assertAlmostEqual(f(1), 42)",
+    "unittest in": "import unittest\nunittest.TestCase().assertIn(42, f(1))",
+    "statistics": "import statistics\nassert statistics.mean([f(1), 42]) == 42",
+    "array": "import numpy\nassert numpy.allclose(f(1), [42])",
+    "difference of an array": "import numpy\nassert abs(numpy.float64(42) - f(1)) < 1e-6",
+}
+
+
+@pytest.mark.parametrize("comparison", _COMPARISONS)
+def test_an_object_that_agrees_with_everything_passes_no_comparison_and_is_not_told_the_value(comparison: str) -> None:
+    failure, told = failures(_AGREEING, _COMPARISONS[comparison], "assert f(1).told() == []")
+
+    assert failure is not None
+    assert told is None, "the program was asked with a value of the tests"
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("class all(Exception): pass\ndef f(x): return 0", "assert all(f(x) == 42 for x in range(3))"),
+        ("class isinstance(Exception): pass\ndef f(x): return ''", "assert isinstance(f(1), int)"),
+        ("import operator as math\ndef f(x): return 0", "assert math.ne(f(1), 42)"),
+        ("def f(x): raise StopIteration", "assert all(map(lambda x: f(x) == 42, range(3)))"),
+        ("class Done(StopIteration): pass\ndef f(x): raise Done", "assert all(map(lambda x: f(x) == 42, range(3)))"),
+    ],
+    ids=["an exception called all", "an exception called isinstance", "a module called math", "ends the test's loop",
+         "ends it by an exception of its own"],
+)  # fmt: skip
+def test_a_program_decides_neither_what_names_of_the_tests_mean_nor_when_their_loops_end(
+    program: str, test: str
+) -> None:
+    assert failures(program, test)[0] is not None
+
+
+def test_a_class_named_like_a_builtin_exception_is_raised_as_the_builtin() -> None:
+    program = "class TimeoutError(Exception): pass\ndef f(): raise TimeoutError('late')"
+
+    assert failures(
+        program, "try:\n    f()\n    assert False\nexcept TimeoutError as e:\n    assert str(e) == 'late'"
+    ) == [None]
+
+
+@pytest.mark.parametrize("name", ["__builtins__", "__name__", "abs", "a b", "math"])
+def test_names_that_a_forged_channel_defines_are_left_out(name: str) -> None:
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        values.send(theirs, {"defined": [[name, "value", ["dict", []]], [name, "exception", [name, "Exception"]]]})
+        program = Program(mine)
+        assert program.load() is None
+        assert program.names == {}
+
+
 @pytest.mark.parametrize("cheat", CHEATS)
 def test_no_program_passes_without_the_right_values(cheat: str) -> None:
     tests = (
@@ -208,8 +313,12 @@ def _answering(answer: Callable[[dict[str, Any]], Any]) -> list[str | None]:
 
 
 @pytest.mark.parametrize(
-    "answer", [{}, [], 3, {"value": {"a": 1}, "changed": []}, {"value": 42}, {"raised": ["SystemExit"], "text": ""}]
-)
+    "answer",
+    [
+        {}, [], 3, {"value": {"a": 1}, "changed": []}, {"value": 42}, {"raised": ["SystemExit"], "text": ""},
+        {"value": ["Fraction", ["1", "0"]], "changed": []}, {"value": ["Decimal", "x"], "changed": []},
+    ],
+)  # fmt: skip
 def test_nonsense_on_the_channel_is_no_exception_that_a_test_could_expect(answer: Any) -> None:
     assert _answering(lambda order: answer) != [None]
     assert not issubclass(ProgramLostError, Exception)

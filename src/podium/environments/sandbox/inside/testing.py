@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tests' side: names of the tested program are stand-ins here, whose calls run in the program's own sandbox.
 
-What comes back are plain values, so `==` is Python's own and not the program's. Numbered objects of the program are
-compared with each other only; such an object never equals a plain value."""
+What comes back are plain values, so `==` is Python's own and not the program's. Operators between a numbered object of
+the program and a plain value are not asked of the program: they would show it what the tests expect. Such an object
+never equals a plain value, and its elements are searched here."""
 
 from __future__ import annotations
 
@@ -19,6 +20,10 @@ from podium.environments.sandbox.inside import values
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
+
+
+# Methods of text and sets that compare. A result that has them as its own would judge itself.
+_COMPARING = frozenset({"startswith", "endswith", "issubset", "issuperset", "isdisjoint"})
 
 
 class ProgramLostError(BaseException):
@@ -89,13 +94,18 @@ class Program:
         return None
 
     def _define(self, name: str, kind: str, content: Any) -> None:
-        """A program that could replace `abs` or `math` would decide what the tests compute."""
+        """A program that could replace `abs` or `math` would decide what the tests compute. Names are as the program's
+        process sends them, which need not be names that it has."""
+        if not name.isidentifier() or name.startswith("__") or name in vars(builtins):
+            return
         if kind == "module":
-            if content in sys.stdlib_module_names:
+            if content in sys.stdlib_module_names and (name == content or name not in sys.stdlib_module_names):
                 self.names[name] = importlib.import_module(content)
+        elif name in sys.stdlib_module_names:
+            return
         elif kind == "exception":
             self.names[name] = self._stand_in(name, content)
-        elif name not in vars(builtins) and name not in sys.stdlib_module_names:
+        else:
             self.names[name] = self._unpack(content)
 
     def do(self, what: str, *args: Any, **named: Any) -> Any:
@@ -111,11 +121,11 @@ class Program:
             self._lose("the program ended")
         answer = self._received()
         if "raised" in answer:
-            self._raise(answer)
+            self._raise(answer, ends_iteration=what == "next")
         try:
             value = self._unpack(answer["value"])
             changed = [(args[at], self._unpack(packed)) for at, packed in answer["changed"]]
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError) as error:
+        except Exception as error:
             self._lose(f"its answer cannot be read ({error})")
         for mine, after in changed:
             _copy(after, mine)
@@ -139,7 +149,8 @@ class Program:
     def _unpack(self, packed: Any) -> Any:
         return values.unpack(packed, lambda content: RemoteObject(self, int(content["number"]), str(content["type"])))
 
-    def _raise(self, answer: dict[str, Any]) -> NoReturn:
+    def _raise(self, answer: dict[str, Any], *, ends_iteration: bool) -> NoReturn:
+        """`ends_iteration`: a StopIteration of another call would end loops of the tests that have not ended."""
         kinds, text = answer["raised"], str(answer.get("text", ""))
         for name in kinds if isinstance(kinds, list) else ():
             kind = self._exceptions.get(str(name)) or getattr(builtins, str(name), None)
@@ -148,6 +159,8 @@ class Program:
                     error = kind(text)
                 except TypeError:  # UnicodeDecodeError needs five arguments
                     continue
+                if isinstance(error, StopIteration | StopAsyncIteration) and not ends_iteration:
+                    raise RuntimeError(f"the program raised {name}: {text}")
                 raise error
         self._lose(f"a call ended with {kinds}")  # SystemExit and the like
 
@@ -187,9 +200,11 @@ def _forward(what: str) -> Any:
     return method
 
 
-def _reflected(what: str) -> Any:
+def _between(what: str) -> Any:
     def method(self: RemoteObject, other: Any) -> Any:
-        return _program(self).do(what, other, self)
+        if not isinstance(other, RemoteObject):
+            return NotImplemented  # a plain value may be what the tests expect
+        return _program(self).do(what, self, other)
 
     return method
 
@@ -230,6 +245,8 @@ class RemoteObject:
         return _program(self).do("call", self, *args, **named)
 
     def __getattr__(self, name: str) -> Any:
+        if name in _COMPARING:
+            raise TypeError(f"{name} of an object of the program is not called: it would judge itself")
         return _program(self).do("getattr", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -237,6 +254,11 @@ class RemoteObject:
 
     def __instancecheck__(self, each: Any) -> bool:
         return isinstance(each, RemoteObject) and _program(self).do("isinstance", self, each) is True
+
+    def __contains__(self, wanted: Any) -> bool:
+        if isinstance(wanted, RemoteObject):
+            return _program(self).do("contains", self, wanted) is True
+        return any(each == wanted for each in self)
 
     def __exit__(self, *raised: object) -> None:
         _program(self).do("exit", self)
@@ -255,13 +277,10 @@ class RemoteObject:
     __iter__, __next__, __abs__, __round__, __reversed__, __enter__ = map(
         _forward, ("iter", "next", "abs", "round", "reversed", "enter")
     )
-    __getitem__, __setitem__, __delitem__, __contains__, __neg__, __pos__, __invert__, __index__ = map(
-        _forward, ("getitem", "setitem", "delitem", "contains", "neg", "pos", "invert", "index")
+    __getitem__, __setitem__, __delitem__, __neg__, __pos__, __invert__, __index__ = map(
+        _forward, ("getitem", "setitem", "delitem", "neg", "pos", "invert", "index")
     )
     __add__, __sub__, __mul__, __truediv__, __floordiv__, __mod__, __pow__, __matmul__ = map(
-        _forward, ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+        _between, ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
     )
-    __radd__, __rsub__, __rmul__, __rtruediv__, __rfloordiv__, __rmod__, __rpow__, __rmatmul__ = map(
-        _reflected, ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
-    )
-    __and__, __or__, __xor__, __lshift__, __rshift__ = map(_forward, ("and_", "or_", "xor", "lshift", "rshift"))
+    __and__, __or__, __xor__, __lshift__, __rshift__ = map(_between, ("and_", "or_", "xor", "lshift", "rshift"))
