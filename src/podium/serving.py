@@ -95,7 +95,8 @@ async def _serve(
     try:
         service = ModelService(job.name, Conversations(tokenizer), backend, stop_tokens=stops)
         names = None if job.key is not None else frozenset({*_LOCAL_NAMES, job.host.lower()})
-        server = HttpServer(Gateway(service, key=job.key, host_names=names).handle, limits=job.limits)
+        gateway = Gateway(service, key=job.key, host_names=names)
+        server = HttpServer(gateway.handle, limits=job.limits, admission=gateway.admit)
         stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -25,7 +25,8 @@ from podium.rollout.requests import Completion, PartialAnswer, Request
 
 
 class ScriptedEngine:
-    """Answers with `script(prompt text)`, a token a step, and its end of turn. `held`: nothing is sampled meanwhile."""
+    """Answers with `script(prompt text)`, a token a step, and its end of turn. `held`: nothing is sampled meanwhile.
+    `fails_after`: answers end with an error after so many tokens."""
 
     def __init__(self, tokenizer: Any, script: Callable[[str], str], *, end: str = "<|im_end|>") -> None:
         self.tokenizer, self.script = tokenizer, script
@@ -37,6 +38,7 @@ class ScriptedEngine:
         self.requests: list[Request] = []
         self.cancelled: list[TrajectoryId] = []
         self.closed = False
+        self.fails_after: int | None = None
         self._running: dict[TrajectoryId, tuple[Request, list[int], int]] = {}
         self._done: list[Completion] = []
 
@@ -56,7 +58,10 @@ class ScriptedEngine:
             else:
                 for id, (request, tokens, said) in list(self._running.items()):
                     self._running[id] = request, tokens, said + 1
-                    if said + 1 >= len(tokens):
+                    if self.fails_after is not None and said + 1 >= self.fails_after:
+                        time.sleep(0.1)  # long enough that partial answers are shown
+                        self._end(id, "error")
+                    elif said + 1 >= len(tokens):
                         self._end(id, "stop" if tokens[-1] == self.end else "length")
             yield None
 
@@ -90,7 +95,7 @@ class ScriptedEngine:
 
     def _end(self, id: TrajectoryId, finish: Any) -> None:
         request, tokens, said = self._running.pop(id)
-        tokens = tokens[: said if finish == "cancelled" else None]
+        tokens = tokens[: said if finish in ("cancelled", "error") else None]
         self._done.append(
             Completion(
                 id=id,
@@ -100,6 +105,7 @@ class ScriptedEngine:
                 versions_L=np.full(len(tokens), 3, np.int32),
                 finish=finish,
                 stop=self.end if finish == "stop" else None,
+                error="out of ideas" if finish == "error" else None,
             )
         )
 
@@ -175,7 +181,7 @@ async def serving(
     backend = EngineThread(engine)  # type: ignore[arg-type]
     service = ModelService("tiny", Conversations(tokenizer), backend, stop_tokens=frozenset({engine.end}))
     gateway = Gateway(service, key=key)
-    server = HttpServer(gateway.handle, limits=limits)
+    server = HttpServer(gateway.handle, limits=limits, admission=gateway.admit)
     port = await server.listen("127.0.0.1", 0)
     try:
         yield Served(gateway=gateway, engine=engine, backend=backend, port=port)

@@ -10,12 +10,26 @@ from typing import Any
 
 from podium.data.kinds import Message
 from podium.gateway.chat import ChatAnswer, ChatCall
-from podium.gateway.chat_wire import chat_call, content_key, event, text_content
+from podium.gateway.chat_wire import chat_call, content_key, event, refuse_unsupported, text_content
 from podium.gateway.refusal import RequestRefusedError
+
+_KNOWN = frozenset({
+    "model", "messages", "max_tokens", "system", "tools", "tool_choice", "stop_sequences", "temperature", "top_p",
+    "top_k", "stream", "metadata", "service_tier", "seed",
+})  # fmt: skip
+# Known and not done: refused unless they ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "thinking": (None, {"type": "disabled"}), "container": (None,), "mcp_servers": (None, []),
+    "context_management": (None,),
+}  # fmt: skip
 
 
 def messages_call(body: Mapping[str, Any], *, idempotency_key: str | None = None) -> ChatCall:
     """A request as it came, by way of OpenAI's form."""
+    refuse_unsupported(body, _UNSUPPORTED)
+    for name, value in body.items():
+        if name not in _KNOWN and name not in _UNSUPPORTED and value is not None:
+            raise RequestRefusedError(400, f"{name[:60]} is not supported. Leave it out.", param=name[:60])
     if not isinstance(body.get("max_tokens"), int) or body["max_tokens"] < 1:
         raise RequestRefusedError(400, "max_tokens must be a number of tokens.", param="max_tokens")
     choice = body.get("tool_choice")
@@ -25,7 +39,7 @@ def messages_call(body: Mapping[str, Any], *, idempotency_key: str | None = None
         "max_tokens": body["max_tokens"],
         "stop": body.get("stop_sequences"),
         "tool_choice": choice.get("type") if isinstance(choice, Mapping) else choice,
-        **{name: body.get(name) for name in ("temperature", "top_p", "top_k")},
+        **{name: body.get(name) for name in ("temperature", "top_p", "top_k", "seed")},
     }
     return chat_call({**plain, "key": content_key(body).hex()}, idempotency_key=idempotency_key)
 
@@ -80,9 +94,17 @@ class MessageEvents:
 
 def anthropic_error(error: RequestRefusedError) -> dict[str, Any]:
     """A refusal in Anthropic's form."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+    kinds = {
+        401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+        503: "overloaded_error",
+    }  # fmt: skip
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def anthropic_error_event(error: RequestRefusedError) -> str:
+    """A refusal as the last event of a stream."""
+    return event(anthropic_error(error), "error")
 
 
 def _messages(body: Mapping[str, Any]) -> Iterator[Message]:

@@ -70,6 +70,8 @@ class ChatAnswer:
 
     choices: tuple[ChatChoice, ...]
     prompt_T: Tokens
+    collect: Callable[[], object] = lambda: None
+    """To call when the client gets the answer: a session records it only then."""
 
     @property
     def completion_tokens(self) -> int:
@@ -179,7 +181,7 @@ class Flight:
         choices = []
         for completion in completions:
             if completion.finish == "error":
-                raise RequestRefusedError(400, completion.error or "the engine cannot answer this request.")
+                raise RequestRefusedError(500, completion.error or "the engine cannot answer this request.")
             if completion.finish == "cancelled":
                 raise RequestRefusedError(503, "the request was cancelled.")
             answer = SampledAnswer(
@@ -219,10 +221,12 @@ class ShownText:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
     """How a session samples. `sampling`: the distribution and the longest answer; clients choose only fewer tokens and
-    further stops. None: as clients ask. `seed`: of all answers for which a client gives none."""
+    further stops. None: as clients ask. `seed`: of all answers; a client's seed changes it and does not replace it.
+    `grace_s`: how long an answer is still sampled after its last client has left, for one that asks again."""
 
     sampling: Sampling | None = None
     seed: int = 0
+    grace_s: float = 60.0
     max_requests: int = 10_000
 
 
@@ -237,8 +241,9 @@ class ChatSession:
         self._closed = False
 
     async def chat(self, call: ChatCall, on_text: OnText | None = None) -> ChatAnswer:
-        """Answers and records. A repeated request waits for the same answer. Generation ends when nobody waits for it:
-        its tokens are discarded and counted."""
+        """Answers; `collect` of the answer records it. A repeated request waits for the same answer. When the last
+        client has left, generation goes on for `grace_s`, so that a client with a short timeout finds its answer when
+        it asks again. An answer that nobody collects is discarded and counted."""
         if self._closed:
             raise RequestRefusedError(410, "this session is closed.")
         opened = readable(
@@ -246,29 +251,37 @@ class ChatSession:
                 call.messages, call.tools, content=call.content, idempotency_key=call.idempotency_key
             )
         )
+        number = opened.number
         if isinstance(opened, OpenedTurn):
             self._begin(opened, call, on_text)
-        running = self._running[opened.number]
+        running = self._running[number]
         running.waiting += 1
+        if running.leaving is not None:
+            running.leaving.cancel()
+            running.leaving = None
         try:
-            return await asyncio.shield(running.task)
+            answer = await asyncio.shield(running.task)
         finally:
             running.waiting -= 1
-            if running.waiting == 0 and not running.task.done():
-                running.flight.cancel()
-                self._recorder.stop_repeats(opened.number)
+            if running.waiting == 0 and not running.task.done() and not self._closed:
+                running.leaving = asyncio.get_running_loop().call_later(self.settings.grace_s, self._drop, number)
+        return replace(answer, collect=lambda: self._collect(number))
 
     async def close(self) -> SessionRecord:
-        """Ends what is under way, and returns everything that was sampled."""
+        """Ends what is under way, and returns everything that was sampled and collected."""
         self._closed = True
-        under_way = [each for each in self._running.values() if not each.task.done()]
-        for each in under_way:
-            each.flight.cancel()
-        await asyncio.gather(*(each.task for each in under_way), return_exceptions=True)
+        for each in self._running.values():
+            if each.leaving is not None:
+                each.leaving.cancel()
+            if not each.task.done():
+                each.flight.cancel()
+        await asyncio.gather(*(each.task for each in self._running.values()), return_exceptions=True)
+        for number, each in self._running.items():
+            self._discard(number, each)
         return self._recorder.record()
 
     def record(self) -> SessionRecord:
-        """Everything that was sampled and answered so far."""
+        """Everything that was sampled and collected so far."""
         return self._recorder.record()
 
     def _begin(self, opened: OpenedTurn, call: ChatCall, on_text: OnText | None) -> None:
@@ -292,20 +305,46 @@ class ChatSession:
             self._recorder.abandon(number)
             raise
         try:
-            answer = flight.answer(completions)
+            return flight.answer(completions)
         except BaseException:
             self._recorder.abandon(number, sampled_tokens=sum(each.num_tokens for each in completions))
             raise
-        self._recorder.answer(number, [(choice.answer, choice.message) for choice in answer.choices])
-        return answer
+
+    def _collect(self, number: int) -> None:
+        """A client gets the answer, so it is recorded, once. A closed session has counted it as discarded."""
+        running = self._running[number]
+        if running.is_settled:
+            return
+        running.is_settled = True
+        self._recorder.answer(number, [(choice.answer, choice.message) for choice in running.task.result().choices])
+
+    def _drop(self, number: int) -> None:
+        """Nobody has asked again in time: from now on the same request is a new one."""
+        running = self._running[number]
+        running.leaving = None
+        if running.waiting or running.task.done():
+            return
+        running.flight.cancel()
+        self._recorder.stop_repeats(number)
+        # The engine may have finished just now. No client can ask for that answer any more.
+        running.task.add_done_callback(lambda task: self._discard(number, running))
+
+    def _discard(self, number: int, running: _Running) -> None:
+        """Forgets an answer that no client has got. One that ended with an error is forgotten already."""
+        if running.is_settled or running.task.cancelled() or running.task.exception() is not None:
+            return
+        running.is_settled = True
+        self._recorder.abandon(number, sampled_tokens=running.task.result().completion_tokens)
 
     def _seed(self, prompt_T: Tokens, call: ChatCall) -> int:
-        """Of the prompt and how often it was asked, so that it does not depend on the order of concurrent requests."""
-        if call.wish.seed is not None:
-            return call.wish.seed
+        """Of the session, and of the client's seed. Without one, of the prompt and how often it was asked, so that it
+        does not depend on the order of concurrent requests."""
         digest = hashlib.sha256(prompt_T.tobytes()).digest()
-        self._prompts[digest] += 1
-        text = b"%d %d " % (self.settings.seed, self._prompts[digest])
+        if call.wish.seed is not None:
+            text = b"%d seed %d " % (self.settings.seed, call.wish.seed)
+        else:
+            self._prompts[digest] += 1
+            text = b"%d %d " % (self.settings.seed, self._prompts[digest])
         return int.from_bytes(hashlib.sha256(text + digest).digest()[:8], sys.byteorder) >> 2
 
 
@@ -314,6 +353,8 @@ class _Running:
     flight: Flight
     task: asyncio.Task[ChatAnswer]
     waiting: int = 0
+    leaving: asyncio.TimerHandle | None = None  # the last client has left, and its time to ask again runs
+    is_settled: bool = False  # recorded or discarded
 
 
 def readable(render: Callable[[], Any]) -> Any:

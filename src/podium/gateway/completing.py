@@ -57,7 +57,7 @@ async def _scores(service: ModelService, prompt: Tokens, call: CompletionCall) -
 
 def _finished(completion: Completion) -> Completion:
     if completion.finish == "error":
-        raise RequestRefusedError(400, completion.error or "the engine cannot answer this request.")
+        raise RequestRefusedError(500, completion.error or "the engine cannot answer this request.")
     if completion.finish == "cancelled":
         raise RequestRefusedError(503, "the request was cancelled.")
     return completion

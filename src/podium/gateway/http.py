@@ -11,11 +11,14 @@ import contextlib
 import http
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from podium.errors import PodiumError, exception_text
 from podium.gateway.refusal import RequestRefusedError
+
+# Read before it is known who asks: a connection that is closed with unread bytes may lose its answer.
+_SMALL_BODY = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,11 @@ class HttpRequest:
         return value
 
 
+def plain_error_event(error: RequestRefusedError) -> str:
+    """A refusal as the last event of a stream, in OpenAI's form."""
+    return f"data: {json.dumps(error.body())}\n\n"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpAnswer:
     """A JSON answer, or events: strings that are sent as they come."""
@@ -62,16 +70,22 @@ class HttpAnswer:
     content: Any = None
     events: AsyncIterator[str] | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    error_event: Callable[[RequestRefusedError], str] = plain_error_event
 
 
 Handler = Callable[[HttpRequest], Awaitable[HttpAnswer]]
+Admission = Callable[[HttpRequest], object]
+"""Gets a request whose body is not read yet. Raises a RequestRefusedError for one that is not to be read."""
 
 
 class HttpServer:
     """Answers until `close`. `handler` is cancelled when its client goes away or the deadline passes."""
 
-    def __init__(self, handler: Handler, *, limits: HttpLimits | None = None) -> None:
-        self._handler, self._limits = handler, limits or HttpLimits()
+    def __init__(
+        self, handler: Handler, *, limits: HttpLimits | None = None, admission: Admission | None = None
+    ) -> None:
+        """`admission`: looks at a request before its body is read, if that is large."""
+        self._handler, self._limits, self._admission = handler, limits or HttpLimits(), admission
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -100,7 +114,7 @@ class HttpServer:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
-        connection = _Connection(reader, writer, self._limits)
+        connection = _Connection(reader, writer, self._limits, self._admission)
         try:
             if len(self._connections) > self._limits.connections:
                 await connection.refuse(RequestRefusedError(503, "too many connections are open; try again later."))
@@ -145,8 +159,8 @@ class HttpServer:
                     answer = await self._handler(request)
                 except RequestRefusedError as error:
                     answer = HttpAnswer(status=error.status, content=error.body())
-                except PodiumError as error:
-                    answer = HttpAnswer(status=400, content=RequestRefusedError(400, str(error)).body())
+                except PodiumError as error:  # what the client can change is a RequestRefusedError
+                    answer = HttpAnswer(status=500, content=RequestRefusedError(500, str(error)).body())
                 except ConnectionError:
                     raise
                 except Exception as error:
@@ -155,7 +169,7 @@ class HttpServer:
                 if answer.events is None:
                     await connection.write_json(answer)
                     return True
-                return await connection.write_events(answer.events)
+                return await connection.write_events(answer.events, answer.error_event)
         except TimeoutError:
             text = f"the request took longer than {self._limits.request_s:g} s."
             await connection.refuse(RequestRefusedError(504, text, code="timeout"))
@@ -165,8 +179,11 @@ class HttpServer:
 class _Connection:
     """One connection. A byte that is read while watching for the client's end belongs to the next request."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: HttpLimits) -> None:
-        self._reader, self._writer, self._limits = reader, writer, limits
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limits: HttpLimits,
+        admission: Admission | None,
+    ) -> None:  # fmt: skip
+        self._reader, self._writer, self._limits, self._admission = reader, writer, limits, admission
         self._ahead = b""
         self._began = False
 
@@ -182,10 +199,13 @@ class _Connection:
             raise RequestRefusedError(431, f"the headers are longer than {self._limits.head_bytes} bytes.") from error
         self._ahead = b""
         method, path, headers = _parsed(head)
-        body = await self._body(headers)
-        return HttpRequest(method=method, path=path, headers=headers, body=body)
+        size = self._body_size(headers)
+        request = HttpRequest(method=method, path=path, headers=headers, body=b"")
+        if self._admission is not None and size > _SMALL_BODY:
+            self._admission(request)
+        return replace(request, body=await self._body(size, headers))
 
-    async def _body(self, headers: Mapping[str, str]) -> bytes:
+    def _body_size(self, headers: Mapping[str, str]) -> int:
         if "transfer-encoding" in headers:
             raise RequestRefusedError(411, "send the body with Content-Length, not in chunks.")
         text = headers.get("content-length", "0")
@@ -194,6 +214,9 @@ class _Connection:
         size = int(text)
         if size > self._limits.body_bytes:
             raise RequestRefusedError(413, f"the body has {size} bytes; at most {self._limits.body_bytes} are read.")
+        return size
+
+    async def _body(self, size: int, headers: Mapping[str, str]) -> bytes:
         if headers.get("expect", "").lower() == "100-continue":
             self._writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
@@ -215,7 +238,7 @@ class _Connection:
         self._head(answer.status, "application/json", {"Content-Length": str(len(body)), **answer.headers}, body)
         await self._drain()
 
-    async def write_events(self, events: AsyncIterator[str]) -> bool:
+    async def write_events(self, events: AsyncIterator[str], error_event: Callable[[RequestRefusedError], str]) -> bool:
         """Sends events as they come. A refusal becomes the last event."""
         self._head(200, "text/event-stream; charset=utf-8", {"Transfer-Encoding": "chunked"}, b"")
         try:
@@ -223,8 +246,8 @@ class _Connection:
                 self._chunk(event)
                 await self._drain()
         except PodiumError as error:
-            refusal = error if isinstance(error, RequestRefusedError) else RequestRefusedError(400, str(error))
-            self._chunk(f"data: {json.dumps(refusal.body())}\n\n")
+            refusal = error if isinstance(error, RequestRefusedError) else RequestRefusedError(500, str(error))
+            self._chunk(error_event(refusal))
         self._writer.write(b"0\r\n\r\n")
         await self._drain()
         return True

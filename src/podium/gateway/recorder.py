@@ -69,7 +69,7 @@ class RecordedTurn:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OpenedTurn:
-    """A request that is under way or answered. `continues`: its prompt holds the exact tokens of `parent`."""
+    """A request that is under way or answered. Its prompt holds the exact tokens of `parent`, if it has one."""
 
     number: int
     parent: RecordedTurn | None

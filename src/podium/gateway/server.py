@@ -7,12 +7,19 @@ import asyncio
 import hmac
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from podium.gateway.anthropic_wire import MessageEvents, anthropic_error, anthropic_message, messages_call
+from podium.errors import PodiumError
+from podium.gateway.anthropic_wire import (
+    MessageEvents,
+    anthropic_error,
+    anthropic_error_event,
+    anthropic_message,
+    messages_call,
+)
 from podium.gateway.branches import SessionRecord
-from podium.gateway.chat import ChatAnswer, ChatCall, ChatSession, ModelService, OnText, SessionSettings
+from podium.gateway.chat import ChatAnswer, ChatCall, ChatSession, ModelService, OnText, SessionSettings, readable
 from podium.gateway.chat_wire import ChatChunks, chat_call, chat_completion
 from podium.gateway.completing import complete
 from podium.gateway.completions_wire import CompletionChunks, completion_call, completion_response
@@ -64,14 +71,21 @@ class Gateway:
         _, session = self._sessions.pop(id)
         return await session.close()
 
+    def admit(self, request: HttpRequest) -> None:
+        """Checks host and key of a request whose body is not read yet: the `admission` of an HttpServer."""
+        self._check_host(request)
+        if request.path != "/health":
+            self._authorized(request)
+
     async def handle(self, request: HttpRequest) -> HttpAnswer:
         """Answers one request, or raises a RequestRefusedError."""
         try:
             return await self._handle(request)
-        except RequestRefusedError as error:
-            if not request.path.endswith("/v1/messages"):
+        except PodiumError as error:
+            if "/v1/messages" not in request.path:
                 raise
-            return HttpAnswer(status=error.status, content=anthropic_error(error))
+            refusal = error if isinstance(error, RequestRefusedError) else RequestRefusedError(500, str(error))
+            return HttpAnswer(status=refusal.status, content=anthropic_error(refusal))
 
     async def _handle(self, request: HttpRequest) -> HttpAnswer:
         self._check_host(request)
@@ -92,6 +106,9 @@ class Gateway:
             case "/v1/messages":
                 _require(method, "POST")
                 return await self._messages(request, session)
+            case "/v1/messages/count_tokens":
+                _require(method, "POST")
+                return self._count_tokens(request, session)
         raise RequestRefusedError(404, "there is no such endpoint.", code="not_found")
 
     # Endpoints
@@ -116,6 +133,7 @@ class Gateway:
         logprobs = bool(body.get("logprobs"))
         if not body.get("stream"):
             answer = await self._answer(call, session)
+            answer.collect()
             content = chat_completion(answer, self.service.conversations, self.service.name, logprobs=logprobs)
             return HttpAnswer(content=content)
         options = body.get("stream_options") or {}
@@ -138,8 +156,19 @@ class Gateway:
             self._require_model(body.get("model"))
         call = messages_call(body, idempotency_key=request.headers.get("idempotency-key"))
         if not body.get("stream"):
-            return HttpAnswer(content=anthropic_message(await self._answer(call, session), self.service.name))
-        return await streamed(lambda on_text: self._answer(call, session, on_text), MessageEvents(self.service.name))
+            answer = await self._answer(call, session)
+            answer.collect()
+            return HttpAnswer(content=anthropic_message(answer, self.service.name))
+        events = await streamed(lambda on_text: self._answer(call, session, on_text), MessageEvents(self.service.name))
+        return replace(events, error_event=anthropic_error_event)
+
+    def _count_tokens(self, request: HttpRequest, session: ChatSession | None) -> HttpAnswer:
+        body = request.json_object()
+        if session is None:
+            self._require_model(body.get("model"))
+        call = messages_call({"max_tokens": 1, **body})
+        prompt = readable(lambda: self.service.conversations.begin(call.messages, call.tools))
+        return HttpAnswer(content={"input_tokens": len(prompt.tokens_T)})
 
     async def _completions(self, request: HttpRequest, session: ChatSession | None) -> HttpAnswer:
         if session is not None:
@@ -226,7 +255,10 @@ async def streamed(begin: Callable[[OnText], Awaitable[Any]], chunks: Chunks) ->
                 if text is not None:
                     yield text
                 await until_news()
-            for each in chunks.last(task.result()):
+            answer = task.result()
+            if isinstance(answer, ChatAnswer):
+                answer.collect()
+            for each in chunks.last(answer):
                 yield each
         finally:
             task.cancel()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 from scripted import CHATML, byte_tokenizer, encoded
 
 from helpers.gateways import Served, head_of, serving
-from podium.gateway.chat import SessionSettings
+from podium.gateway.chat import ChatSession, SessionSettings
+from podium.gateway.chat_wire import chat_call
 from podium.gateway.http import HttpLimits
+from podium.gateway.server import SessionAccess
 from podium.rollout.requests import Sampling
 
 TOKENIZER = byte_tokenizer(CHATML)
@@ -119,7 +122,24 @@ def test_another_seed_or_idempotency_key_is_another_request() -> None:
         for seed, key in ((1, "a"), (2, "b"), (2, "b"), (2, "c")):
             await server.chat(session, [ASK], seed=seed, headers={"Idempotency_Key": key})
 
-        assert [request.seed for request in server.engine.requests] == [1, 2, 2]
+        one, two, three = [request.seed for request in server.engine.requests]
+        assert one != two == three
+
+    served(work)
+
+
+def test_a_seed_of_the_client_changes_that_of_the_session_and_does_not_replace_it() -> None:
+    """An agent that always sends seed=0 would else give equal samples in all episodes of a group."""
+
+    async def work(server: Served) -> None:
+        for settings in (SessionSettings(seed=1), SessionSettings(seed=2), SessionSettings(seed=1)):
+            await server.chat(server.gateway.open_session(settings), [ASK], seed=0)
+        await server.chat(None, [ASK], seed=0)
+
+        one, two, again, plain = [request.seed for request in server.engine.requests]
+        assert one != two
+        assert one == again
+        assert plain == 0
 
     served(work)
 
@@ -163,11 +183,133 @@ def test_a_stream_says_the_text_in_pieces_and_ends() -> None:
 
 def test_a_client_that_goes_away_ends_its_request() -> None:
     async def work(server: Served) -> None:
+        server.engine.held.set()
+        writer = await sent(server, None)
+        await until(lambda: len(server.engine.requests) == 1)
+        writer.close()
+        await until(lambda: bool(server.engine.cancelled))
+
+    served(work)
+
+
+async def sent(server: Served, session: SessionAccess | None) -> asyncio.StreamWriter:
+    """Asks and does not read."""
+    body = json.dumps({"model": "tiny", "messages": [ASK]}).encode()
+    _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    path, key = ("", "") if session is None else (session.path, session.key)
+    writer.write(head_of("POST", f"{path}/v1/chat/completions", body, key) + body)
+    return writer
+
+
+def test_a_client_that_comes_back_in_a_session_finds_the_answer_that_it_left() -> None:
+    async def work(server: Served) -> None:
         session = server.gateway.open_session()
         server.engine.held.set()
-        body = json.dumps({"messages": [ASK]}).encode()
-        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(head_of("POST", f"{session.path}/v1/chat/completions", body, session.key) + body)
+        for count in range(3):
+            writer = await sent(server, session)
+            await until(lambda: len(server.engine.requests) == 1)
+            writer.close()
+            await until(lambda count=count: left(server, session) == count + 1)  # type: ignore[misc]
+        server.engine.held.clear()
+
+        again = await server.chat(session, [ASK])
+
+        assert again.json["choices"][0]["message"]["content"] == "four"
+        record = await server.gateway.close_session(session.id)
+        assert (len(server.engine.requests), server.engine.cancelled) == (1, [])
+        assert (record.turns, record.sampled_tokens, record.discarded_tokens, record.repeated_requests) == (1, 5, 0, 3)
+
+    def left(server: Served, session: SessionAccess) -> int:
+        chat = server.gateway._sessions[session.id][1]
+        (running,) = chat._running.values()
+        return chat._recorder._repeats + 1 if running.waiting == 0 else 0
+
+    served(work)
+
+
+def test_a_client_whose_timeout_is_shorter_than_the_generation_gets_its_answer() -> None:
+    """An ordinary client: it waits, gives up, and asks again with the same idempotency key."""
+
+    def ask(port: int, session: SessionAccess) -> tuple[int, Any]:
+        body = json.dumps({"messages": [ASK]})
+        headers = {"Authorization": f"Bearer {session.key}", "Content-Type": "application/json", "Idempotency-Key": "k"}
+        for attempt in range(50):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=0.2)
+            try:
+                connection.request("POST", f"{session.path}/v1/chat/completions", body, headers)
+                return attempt, json.loads(connection.getresponse().read())
+            except TimeoutError:
+                continue
+            finally:
+                connection.close()
+        raise AssertionError("no answer")
+
+    async def work(server: Served) -> None:
+        session = server.gateway.open_session()
+        server.engine.held.set()
+        asking = asyncio.ensure_future(asyncio.to_thread(ask, server.port, session))
+        chat = server.gateway._sessions[session.id][1]
+        await until(lambda: chat._recorder._repeats >= 2)
+        server.engine.held.clear()
+
+        attempts, answer = await asking
+
+        assert attempts >= 2
+        assert answer["choices"][0]["message"]["content"] == "four"
+        record = await server.gateway.close_session(session.id)
+        assert len(server.engine.requests) == 1
+        assert (record.turns, record.sampled_tokens, record.discarded_tokens) == (1, 5, 0)
+
+    served(work)
+
+
+def test_an_answer_that_nobody_collects_is_not_trained() -> None:
+    async def work(server: Served) -> None:
+        session = server.gateway.open_session()
+        server.engine.held.set()
+        writer = await sent(server, session)
+        await until(lambda: len(server.engine.requests) == 1)
+        chat = server.gateway._sessions[session.id][1]
+        (running,) = chat._running.values()
+        writer.close()
+        await until(lambda: running.waiting == 0)
+        server.engine.held.clear()
+        await until(lambda: running.task.done())
+        assert chat.record().turns == 0
+
+        record = await server.gateway.close_session(session.id)
+
+        assert (record.branches, record.sampled_tokens, record.discarded_tokens) == ((), 0, 5)
+
+    served(work)
+
+
+def test_a_client_that_leaves_just_as_the_engine_finishes_has_not_got_its_answer() -> None:
+    async def work(server: Served) -> None:
+        session = ChatSession(server.gateway.service)
+        call = chat_call({"messages": [ASK]})
+        server.engine.held.set()
+        asking = asyncio.ensure_future(session.chat(call))
+        await until(lambda: len(server.engine.requests) == 1)
+        (running,) = session._running.values()
+        running.task.add_done_callback(lambda task: asking.cancel())  # before the client's own turn
+        server.engine.held.clear()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert running.task.done()
+
+        record = await session.close()
+
+        assert (record.turns, record.sampled_tokens, record.discarded_tokens) == (0, 0, 5)
+
+    served(work)
+
+
+def test_nobody_who_comes_back_in_time_ends_the_generation() -> None:
+    async def work(server: Served) -> None:
+        session = server.gateway.open_session(SessionSettings(grace_s=0.05))
+        server.engine.held.set()
+        writer = await sent(server, session)
         await until(lambda: len(server.engine.requests) == 1)
         writer.close()
         await until(lambda: bool(server.engine.cancelled))
@@ -178,6 +320,23 @@ def test_a_client_that_goes_away_ends_its_request() -> None:
         assert again.json["choices"][0]["message"]["content"] == "four"
         record = await server.gateway.close_session(session.id)
         assert (record.turns, record.sampled_tokens, record.repeated_requests) == (1, 5, 0)
+        assert len(server.engine.requests) == 2
+
+    served(work)
+
+
+def test_one_session_that_closes_ends_what_nobody_waits_for() -> None:
+    async def work(server: Served) -> None:
+        session = server.gateway.open_session()
+        server.engine.held.set()
+        writer = await sent(server, session)
+        await until(lambda: len(server.engine.requests) == 1)
+        writer.close()
+
+        record = await server.gateway.close_session(session.id)
+
+        assert len(server.engine.cancelled) == 1
+        assert (record.turns, record.discarded_tokens) == (0, 0)
 
     served(work)
 
@@ -370,3 +529,78 @@ def test_messages_are_answered_in_the_form_of_anthropic() -> None:
         )
 
     served(work, lambda prompt: "done" if "tool_response" in prompt else call)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("thinking", {"type": "enabled", "budget_tokens": 9}), ("container", "c"), ("made_up", 1)]
+)
+def test_what_anthropics_clients_ask_for_and_is_not_done_is_refused_with_its_name(field: str, value: Any) -> None:
+    async def work(server: Served) -> None:
+        body = {"max_tokens": 9, "messages": [ASK]}
+        reply = await server.post("/v1/messages", {**body, field: value})
+
+        assert (reply.status, reply.json["error"]["type"]) == (400, "invalid_request_error")
+        assert field in reply.json["error"]["message"]
+        assert server.engine.requests == []
+        harmless = {"thinking": {"type": "disabled"}, "metadata": {"user_id": "u"}}
+        assert (await server.post("/v1/messages", {**body, **harmless})).status == 200
+
+    served(work)
+
+
+def test_tokens_of_messages_are_counted_without_an_answer() -> None:
+    async def work(server: Served) -> None:
+        body = {"system": "short", "messages": [ASK], "model": "tiny"}
+        counted = await server.post("/v1/messages/count_tokens", body)
+        answered = await server.post("/v1/messages", {**body, "max_tokens": 9})
+
+        assert counted.json == {"input_tokens": answered.json["usage"]["input_tokens"]}
+        assert len(server.engine.requests) == 1
+        wrong = await server.post("/v1/messages/count_tokens", {"messages": 3})
+        assert (wrong.status, wrong.json["type"]) == (400, "error")
+
+    served(work)
+
+
+def test_an_error_in_a_stream_of_anthropic_has_its_form() -> None:
+    async def work(server: Served) -> None:
+        server.engine.fails_after = 3
+        body = {"max_tokens": 99, "messages": [ASK], "stream": True}
+        reply = await server.post("/v1/messages", body)
+        assert reply.events[0]["type"] == "message_start"
+        assert reply.events[-1]["type"] == "error"
+        assert reply.events[-1]["error"] == {"type": "api_error", "message": "out of ideas"}
+        assert "event: error\n" in reply.text
+
+    served(work, lambda prompt: "long " * 300)
+
+
+def test_an_engine_that_cannot_answer_is_an_error_of_the_server_so_that_clients_ask_again() -> None:
+    async def work(server: Served) -> None:
+        server.engine.fails_after = 1
+        for path, body in (
+            ("/v1/chat/completions", {"messages": [ASK]}), ("/v1/completions", {"prompt": "a"}),
+            ("/v1/messages", {"messages": [ASK], "max_tokens": 9}),
+        ):  # fmt: skip
+            reply = await server.post(path, body)
+            assert reply.status == 500, path
+            assert "out of ideas" in reply.json["error"]["message"]
+
+    served(work)
+
+
+def test_a_large_body_is_not_read_without_a_key() -> None:
+    async def work(server: Served) -> None:
+        session = server.gateway.open_session()
+        for path, key, status in ((session.path, "wrong", 401), ("", "", 401), (session.path, session.key, None)):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            head = head_of("POST", f"{path}/v1/chat/completions", b"x" * 1_000_000, key)
+            writer.write(head)  # the body does not come
+            if status is None:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(reader.readline(), 0.2)
+            else:
+                assert int((await reader.readline()).split()[1]) == status
+            writer.close()
+
+    served(work, key="right")
