@@ -139,8 +139,9 @@ class ControlSearch:
         return SpelledTokens(chat=tuple(chat), raw=tuple(raw))
 
     def pattern(self, message: Mapping[str, Any]) -> re.Pattern[str]:
-        """What may not stand in a message as a control token."""
-        return self._in_results if message.get("role") == "tool" else self._everywhere
+        """What may not stand in a message as a control token. What a user says may come from anywhere, as results of
+        tools do: neither can forge a result."""
+        return self._in_results if message.get("role") in ("tool", "user") else self._everywhere
 
     def hides_in(self, text: str, pattern: re.Pattern[str]) -> bool:
         """Whether the tokenizer's normalizer makes a control token out of a text that has none."""

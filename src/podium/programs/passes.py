@@ -44,7 +44,9 @@ def cache_folder(recipe: SpmdRecipe, purpose: str, models: Sequence[str]) -> Pat
         for index, section in enumerate(sections)
     ]
     tokenizing = _tokenizing(load_tokenizer(recipe.model))
-    content = f"control tokens in content: {recipe.model.control_tokens_in_content}"
+    content = (
+        f"control tokens in content, tags of results in what users say too: {recipe.model.control_tokens_in_content}"
+    )
     how = [spec.trained, str(spec.max_length), spec.overlong, spec.shape, tokenizing, content]
     maps = [_reading(section) for section in (*spec.sections, *recipe.data.heldout)]
     key = text_fingerprint("\n".join([purpose, *models, *sources, *how, *maps]))

@@ -20,6 +20,19 @@ QWEN = (
     "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>{% endfor %}"
     "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
+# Calls as <function=...> with <parameter=...>; never thinks.
+QWEN_CODER = (
+    "{% if tools %}<|im_start|>system\n<tools>{% for tool in tools %}\n<function>\n"
+    "<name>{{ tool.function.name }}</name>\n"
+    "<description>{{ tool.function.description }}</description>\n{{ tool.function.parameters | tojson }}\n</function>"
+    "{% endfor %}\n</tools> call as <tool_call>\n<function=name>\n</function>\n</tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
+    "</tool_response>\n<|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}\n<tool_call>\n<function={{ call.function.name }}>\n"
+    "{% for key, value in call.function.arguments.items() %}<parameter={{ key }}>\n{{ value }}\n</parameter>\n"
+    "{% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 MISTRAL = (
     "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
     "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.tool_calls %}[TOOL_CALLS]"
@@ -78,6 +91,10 @@ FORMATS = {
     "qwen": ControlFormat(
         template=QWEN, special=_CHATML, results=("<tool_response>", "</tool_response>"),
         other=("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
+    ),
+    "qwen coder": ControlFormat(
+        template=QWEN_CODER, special=_CHATML, results=("<tool_response>", "</tool_response>"),
+        other=("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"),
     ),
     "llama3": ControlFormat(
         template=LLAMA3, special=("<s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
