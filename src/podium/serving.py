@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from podium.data.control_tokens import AS_TEXT, ControlRule
 from podium.errors import PodiumError, RolloutError
 from podium.gateway.backend import EngineThread
 from podium.gateway.chat import ModelService
@@ -41,6 +42,7 @@ class ServingJob:
     key: str | None = None
     shows_key: bool = False  # a new key, which nobody knows yet
     limits: HttpLimits = field(default_factory=HttpLimits)
+    rule: ControlRule = AS_TEXT
 
 
 def serving_key(given: str | None, file: Path | None, host: str) -> str | None:
@@ -93,7 +95,8 @@ async def _serve(
     backend = EngineThread(engine)
     server: HttpServer | None = None
     try:
-        service = ModelService(job.name, Conversations(tokenizer), backend, stop_tokens=stops)
+        conversations = Conversations(tokenizer, rule=job.rule)
+        service = ModelService(job.name, conversations, backend, stop_tokens=stops)
         names = None if job.key is not None else frozenset({*_LOCAL_NAMES, job.host.lower()})
         gateway = Gateway(service, key=job.key, host_names=names)
         server = HttpServer(gateway.handle, limits=job.limits, admission=gateway.admit)

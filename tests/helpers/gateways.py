@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from podium.data.control_tokens import AS_TEXT, ControlRule
 from podium.data.trajectories import TrajectoryId
 from podium.gateway.backend import EngineThread
 from podium.gateway.chat import ModelService
@@ -174,12 +175,13 @@ def head_of(method: str, path: str, body: bytes, key: str = "", headers: dict[st
 
 @asynccontextmanager
 async def serving(
-    tokenizer: Any, script: Callable[[str], str], *, limits: HttpLimits | None = None, key: str | None = None
-) -> AsyncIterator[Served]:
+    tokenizer: Any, script: Callable[[str], str], *, limits: HttpLimits | None = None, key: str | None = None,
+    end: str = "<|im_end|>", rule: ControlRule = AS_TEXT,
+) -> AsyncIterator[Served]:  # fmt: skip
     """A gateway over a scripted engine."""
-    engine = ScriptedEngine(tokenizer, script)
+    engine = ScriptedEngine(tokenizer, script, end=end)
     backend = EngineThread(engine)  # type: ignore[arg-type]
-    service = ModelService("tiny", Conversations(tokenizer), backend, stop_tokens=frozenset({engine.end}))
+    service = ModelService("tiny", Conversations(tokenizer, rule=rule), backend, stop_tokens=frozenset({engine.end}))
     gateway = Gateway(service, key=key)
     server = HttpServer(gateway.handle, limits=limits, admission=gateway.admit)
     port = await server.listen("127.0.0.1", 0)

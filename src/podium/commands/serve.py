@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,7 +14,8 @@ import typer
 from podium import api
 from podium.generating import generating_folder, section_of
 from podium.recipe import ModelSection, RolloutSection
-from podium.runs.folder import is_pipeline_folder
+from podium.runs.folder import RunFolder, is_pipeline_folder
+from podium.runs.pipeline_folder import PipelineFolder
 
 
 def serve(
@@ -45,9 +47,16 @@ def serve(
     request_seconds: Annotated[float, typer.Option(help="Longest time for one request.", min=1, max=86400)] = 600.0,
     tokenizer: Annotated[str | None, typer.Option(help="Folder or hub id, when MODEL has none.")] = None,
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja file to use instead of the tokenizer's.")] = None,
+    control_tokens_in_content: Annotated[
+        Literal["text", "control"] | None,
+        typer.Option(
+            help="What messages that spell a control token become; default: the run's recipe says, else text."
+        ),
+    ] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
 ) -> None:
     """Serve a model or a run's newest checkpoint over HTTP, for clients of OpenAI's API."""
+    from podium.data.control_tokens import ControlRule
     from podium.gateway.http import HttpLimits
     from podium.serving import ServingJob, serving_key
     from podium.serving import serve as serve_job
@@ -60,11 +69,13 @@ def serve(
     )
     with ExitStack() as stack:
         path, label = model, name or Path(model).resolve().name
+        rule = ControlRule()
         if _is_run(Path(model)):
             path = stack.enter_context(tempfile.TemporaryDirectory(prefix="podium-serve-")) + "/model"
             which: Literal["best", "last"] | int = "best" if best else "last" if step is None else step
             done = api.export(model, path, which=which, stage=stage)
             typer.echo(f"step {done} of {model}")
+            rule = ControlRule.of(_model_section(model, stage))
         elif best or step is not None or stage is not None:
             raise typer.BadParameter(f"--step, --best and --stage are of a run, and {model} is none")
         folder = generating_folder(path, needs_tokenizer=tokenizer is None)
@@ -76,11 +87,25 @@ def serve(
             dtype=dtype,
             trust_remote_code=trust_remote_code,
         )
+        if control_tokens_in_content is not None:
+            rule = replace(rule, as_text=control_tokens_in_content == "text")
         job = ServingJob(
             model=section, name=label, rollout=rollout, device=device, host=host, port=port, key=key,
             shows_key=api_key is None and key_file is None, limits=HttpLimits(request_s=request_seconds),
+            rule=rule,
         )  # fmt: skip
         serve_job(job, typer.echo)
+
+
+def _model_section(folder: str, stage: str | None) -> ModelSection:
+    """What a run's recipe says of its model; of a pipeline, that of `stage` or of the last one."""
+    if not is_pipeline_folder(folder):
+        run = RunFolder.open(folder)
+    else:
+        pipeline = PipelineFolder.open(folder)
+        run = RunFolder.open(pipeline.run(stage or pipeline.state()["order"][-1]).path)
+    section: ModelSection = run.recipe(needs_environment=False).model
+    return section
 
 
 def _is_run(path: Path) -> bool:

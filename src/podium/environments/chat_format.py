@@ -5,11 +5,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, assert_never
 
-ToolFormat = Literal["hermes", "llama3", "mistral", "fenced"]
+from podium.environments.call_markup import (
+    WrittenCall,
+    deepseek_calls,
+    glm_calls,
+    harmony_calls,
+    qwen_coder_calls,
+    typed_value,
+)
+
+ToolFormat = Literal["hermes", "qwen_coder", "glm", "deepseek", "harmony", "llama3", "mistral", "fenced"]
 
 _TAG, _TAG_END = "<tool_call>", "</tool_call>"
 _LIST = "[TOOL_CALLS]"
@@ -43,6 +52,14 @@ def detect_format(tokenizer: Any, chosen: ToolFormat | None = None) -> ToolForma
     if chosen is not None:
         return chosen
     template = _template_text(tokenizer)
+    if "<|channel|>" in template and "<|message|>" in template:
+        return "harmony"
+    if "<｜tool▁calls▁begin｜>" in template:
+        return "deepseek"
+    if "<function=" in template:
+        return "qwen_coder"
+    if "<arg_key>" in template:
+        return "glm"
     if _LIST in template:
         return "mistral"
     if _TAG in template:
@@ -52,10 +69,19 @@ def detect_format(tokenizer: Any, chosen: ToolFormat | None = None) -> ToolForma
     return "fenced"
 
 
-def parse_calls(text: str, form: ToolFormat) -> tuple[Call, ...]:
-    """The calls of one answer, in order. Text up to `</think>` is reasoning, and calls in it do not count."""
+def parse_calls(text: str, form: ToolFormat, tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[Call, ...]:
+    """The calls of one answer, in order. Text up to `</think>` is reasoning, and calls in it do not count. `tools`: for
+    formats whose arguments are text, which their schemas give types."""
     said = _behind_thoughts(text)
     match form:
+        case "qwen_coder":
+            return tuple(_read(qwen_coder_calls(said), tools))
+        case "glm":
+            return tuple(_read(glm_calls(said), tools))
+        case "deepseek":
+            return tuple(_read(deepseek_calls(said), tools))
+        case "harmony":
+            return tuple(_read(harmony_calls(said), tools))
         case "hermes":
             return tuple(_enclosed(said, _TAG, _TAG_END))
         case "fenced":
@@ -80,6 +106,36 @@ def _behind_thoughts(text: str) -> str:
     if closed:
         return said
     return "" if thoughts.lstrip().startswith("<think>") else text
+
+
+def _read(written: Iterable[WrittenCall], tools: Sequence[Mapping[str, Any]] | None) -> Iterator[Call]:
+    """Written calls with their arguments as values."""
+    for call in written:
+        if call.why is not None:
+            yield BadCall(text=call.text, why=call.why)
+        elif not isinstance(call.arguments, str):
+            kinds = _parameters(tools, call.name)
+            values = {name: typed_value(raw, kinds.get(name)) for name, raw in call.arguments.items()}
+            yield ToolCall(name=call.name, arguments=values, text=call.text)
+        else:
+            value, end, why = _read_json(call.arguments, 0)
+            if why is None and call.arguments[end:].strip():
+                why = "one JSON object is expected, and nothing behind it."
+            if why is not None:
+                yield BadCall(text=call.text, why=why)
+            else:
+                yield _call_of({"name": call.name, "arguments": value}, call.text)
+
+
+def _parameters(tools: Sequence[Mapping[str, Any]] | None, name: str) -> Mapping[str, Any]:
+    """The schemas of a tool's parameters by name."""
+    for tool in tools or ():
+        function = tool.get("function", tool)
+        if isinstance(function, Mapping) and function.get("name") == name:
+            parameters = function.get("parameters")
+            kinds = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            return kinds if isinstance(kinds, Mapping) else {}
+    return {}
 
 
 def _enclosed(text: str, opening: str, closing: str) -> Iterator[Call]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from podium.data.documents import Mask, Tokens
 from podium.data.kinds import Message, parse_messages
-from podium.data.masks import ChatTemplateError
+from podium.data.masks import ChatTemplateError, Tools
 from podium.data.routed_experts import Experts, aligned
 from podium.data.rows import Row
 from podium.data.tasks import Task
@@ -293,6 +293,7 @@ class _Running:
         self._id, self._limits, self._greedy = id, limits, greedy
         self._step_timeout_s = max(limits.timeout_s, getattr(environment, "step_timeout_s", 0.0))
         self._transcript: Transcript | None = None
+        self._tools: Tools = None
         self._messages: list[Message] = []
         self._num_prompt_messages = 0
         self._rewards: list[float] = []
@@ -363,7 +364,7 @@ class _Running:
             )
         self._messages += self._as_messages(messages if messages is not None else str(text), "reset")
         self._num_prompt_messages = len(self._messages)
-        tools = self._task.tools if observation.tools is None else observation.tools
+        tools = self._tools = self._task.tools if observation.tools is None else observation.tools
         with _guarded():
             if text is None:
                 self._tokenizer.require_tools_shown(self._messages, tools)
@@ -406,7 +407,7 @@ class _Running:
         turn = Turn(
             number=number,
             text=text,
-            calls=self._tokenizer.calls_of(answer.tokens_L, stopped=answer.finish == "stop"),
+            calls=self._tokenizer.calls_of(answer.tokens_L, stopped=answer.finish == "stop", tools=self._tools),
             finish="length" if answer.finish == "length" else "stop",
         )
         outcome = self._checked(await self._call("step", turn), last=number + 1 == self._limits.max_turns)

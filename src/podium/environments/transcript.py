@@ -232,14 +232,17 @@ class TurnTokenizer:
         """The text of an answer, as a reward sees it."""
         return answer_text(self._tokenizer, tokens_L.tolist())
 
-    def calls_of(self, tokens_L: Tokens, *, stopped: bool) -> tuple[Call, ...]:
+    def calls_of(self, tokens_L: Tokens, *, stopped: bool, tools: Tools = None) -> tuple[Call, ...]:
         """The tool calls of an answer. They are parsed from all tokens except the final stop token: some formats mark
-        calls by special tokens, which are not in its text."""
+        calls by special tokens, which are not in its text. `tools`: their schemas say the types of arguments."""
+        return parse_calls(self.marked_text(tokens_L, stopped=stopped), self.tool_format, tools)
+
+    def marked_text(self, tokens_L: Tokens, *, stopped: bool) -> str:
+        """The text of an answer with its special tokens, except the final stop token."""
         tokens = tokens_L.tolist()
         if stopped and tokens and tokens[-1] in self._renderer.special_ids:
             tokens.pop()
-        marked = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return parse_calls(str(marked), self.tool_format)
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def continuation(self, text: str) -> Tokens:
         """Tokens of an observation that follows raw text."""

@@ -22,10 +22,8 @@ from podium.gateway.branches import SessionRecord
 from podium.gateway.conversation import Conversations
 from podium.gateway.recorder import OpenedTurn, Recorder, SampledAnswer
 from podium.gateway.refusal import RequestRefusedError
+from podium.gateway.shown_text import OnText, ShownText
 from podium.rollout.requests import Completion, Sampling
-
-OnText = Callable[[str], object]
-"""Gets the text of an answer so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +157,7 @@ class Flight:
         self._service, self._prompt_T, self._call = service, prompt_T, call
         on_tokens: OnTokens | None = None
         if on_text is not None and call.wish.n == 1 and not call.tools:
-            on_tokens = ShownText(service.conversations, sampling.stop_strings, on_text)
+            on_tokens = ShownText(service.conversations, sampling.stop_strings, on_text, prompt_T)
         self._generations: list[Generation] = [
             service.backend.submit(
                 GenerationRequest(prompt=prompt_T, sampling=sampling, seed=seed, sample=sample), on_tokens
@@ -195,27 +193,6 @@ class Flight:
             )
             choices.append(ChatChoice(message=message, answer=answer, completion=completion))
         return ChatAnswer(choices=tuple(choices), prompt_T=self._prompt_T)
-
-
-class ShownText:
-    """Shows the text of an answer while it is sampled. Text that may still change is held back: half characters, the
-    beginning of a stop string, reasoning."""
-
-    def __init__(self, conversations: Conversations, stops: Sequence[str], on_text: OnText) -> None:
-        self._conversations, self._stops, self._on_text = conversations, stops, on_text
-        self._thinks = "</think>" in str(conversations.tokenizer.chat_template)
-
-    def __call__(self, tokens: Tokens) -> None:
-        text = self._conversations.text(tokens.tolist())
-        if self._thinks or "<think>" in text:
-            _, closed, text = text.rpartition("</think>")
-            text = text.lstrip("\n") if closed else ""
-        text = text.rstrip("\ufffd")
-        for stop in self._stops:
-            text = text.partition(stop)[0]
-            held = next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
-            text = text[: len(text) - held]
-        self._on_text(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,10 @@ from itertools import repeat
 
 from podium.data.documents import Tokens
 from podium.gateway.backend import Generation, GenerationRequest, OnTokens
-from podium.gateway.chat import ModelService, OnText, ShownText
+from podium.gateway.chat import ModelService
 from podium.gateway.completions_wire import CompletedPrompt, CompletionCall
 from podium.gateway.refusal import RequestRefusedError
+from podium.gateway.shown_text import OnText, ShownText
 from podium.rollout.engine import TokenScores
 from podium.rollout.requests import Completion
 

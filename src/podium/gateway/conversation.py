@@ -15,6 +15,7 @@ from podium.data.documents import Tokens
 from podium.data.kinds import Message
 from podium.data.masks import Tools
 from podium.data.tokenizer import answer_text, special_ids
+from podium.environments.call_markup import harmony_parts
 from podium.environments.chat_format import ToolCall, ToolFormat
 from podium.environments.transcript import Transcript, TurnTokenizer
 from podium.gateway.recorder import ConversationPrompt, SampledAnswer
@@ -25,6 +26,10 @@ _MARKS: dict[ToolFormat, tuple[str, ...]] = {
     "fenced": ("```tool_call",),
     "mistral": ("[TOOL_CALLS]",),
     "llama3": ("<|python_tag|>", "{"),
+    "qwen_coder": ("<tool_call>", "<function="),
+    "glm": ("<tool_call>",),
+    "deepseek": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    "harmony": (),  # its messages say themselves what they are
 }
 # Nine letters and digits: templates of Mistral refuse other ids.
 _ID_BYTES, _ID_LENGTH = 5, 9
@@ -66,22 +71,46 @@ class Conversations:
         text = answer_text(self.tokenizer, list(tokens))
         return text.partition(stop)[0] if isinstance(stop, str) else text
 
+    def marked_text(self, tokens: Sequence[int]) -> str:
+        """Tokens as text, special ones too."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether an answer is several messages with channels."""
+        return self._turns.tool_format == "harmony"
+
+    @property
+    def parses_responses(self) -> bool:
+        """Whether the tokenizer's response template reads the answers."""
+        return self._responses
+
+    def response_parser(self, prompt: Sequence[int]) -> Any:
+        """The parser of an answer under way, by the tokenizer's response template. None: it cannot read this prompt."""
+        try:
+            return self.tokenizer.get_response_parser(prefix=self.marked_text(prompt))
+        except Exception:  # the template is not ours
+            return None
+
     def token_text(self, token: int) -> str:
         """One token as text, special ones too."""
-        return str(self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self.marked_text([token])
 
     def message(self, prompt_T: Tokens, answer: SampledAnswer, tools: Tools, *, stop: int | str | None) -> Message:
         """The assistant message that the sampled tokens are, with tool calls if there are tools."""
-        if tools and self._responses:
+        if self._responses and not isinstance(stop, str):
             parsed = self._parsed_by_tokenizer(prompt_T, answer, tools)
             if parsed is not None:
                 return parsed
-        text = self.text(answer.tokens_L.tolist(), stop=stop)
-        calls = self._turns.calls_of(answer.tokens_L, stopped=answer.stopped) if tools else ()
+        calls = self._turns.calls_of(answer.tokens_L, stopped=answer.stopped, tools=tools) if tools else ()
         good = [call for call in calls if isinstance(call, ToolCall)]
-        thought, content = _parted(text)
-        if good:
-            content = self._before_calls(answer)
+        if self.is_harmony:
+            marked = self._turns.marked_text(answer.tokens_L, stopped=answer.stopped)
+            thought, content = harmony_parts(marked.partition(stop)[0] if isinstance(stop, str) else marked)
+        else:
+            thought, content = _parted(self.text(answer.tokens_L.tolist(), stop=stop))
+            if good:
+                content = self._before_calls(answer)
         message: Message = {"role": "assistant", "content": content}
         if thought:
             message["reasoning_content"] = thought
@@ -90,10 +119,7 @@ class Conversations:
         return message
 
     def _before_calls(self, answer: SampledAnswer) -> str:
-        marked = self.tokenizer.decode(
-            answer.tokens_L.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        _, said = _parted(str(marked))
+        _, said = _parted(self.marked_text(answer.tokens_L.tolist()))
         begins = [at for mark in _MARKS[self._turns.tool_format] if (at := said.find(mark)) >= 0]
         said = said[: min(begins, default=0)]
         for name in self._special:
@@ -115,9 +141,10 @@ class Conversations:
         thought = parsed.get("reasoning_content") or parsed.get("thinking")
         if thought:
             message["reasoning_content"] = str(thought)
-        functions = [call.get("function", call) for call in parsed.get("tool_calls") or ()]
-        calls = [_wire_call(str(each.get("name")), each.get("arguments") or {}) for each in functions]
-        if calls:
+        if tools and parsed.get("tool_calls"):
+            calls = [_parsed_call(call) for call in parsed["tool_calls"]]
+            if None in calls:
+                return None
             message["tool_calls"] = calls
         return message
 
@@ -147,6 +174,14 @@ def _wire_call(name: str, arguments: Any) -> dict[str, Any]:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     function = {"name": name, "arguments": text}
     return {"id": secrets.token_hex(_ID_BYTES)[:_ID_LENGTH], "type": "function", "function": function}
+
+
+def _parsed_call(call: Any) -> dict[str, Any] | None:
+    """A call as a response template gives it. None: it is none."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        return None
+    return _wire_call(function["name"], function.get("arguments") or {})
 
 
 def _parted(text: str) -> tuple[str, str]:

@@ -19,12 +19,13 @@ from podium.gateway.anthropic_wire import (
     messages_call,
 )
 from podium.gateway.branches import SessionRecord
-from podium.gateway.chat import ChatAnswer, ChatCall, ChatSession, ModelService, OnText, SessionSettings, readable
+from podium.gateway.chat import ChatAnswer, ChatCall, ChatSession, ModelService, SessionSettings, readable
 from podium.gateway.chat_wire import ChatChunks, chat_call, chat_completion
 from podium.gateway.completing import complete
 from podium.gateway.completions_wire import CompletionChunks, completion_call, completion_response
 from podium.gateway.http import HttpAnswer, HttpRequest
 from podium.gateway.refusal import RequestRefusedError
+from podium.gateway.shown_text import OnText
 from podium.observe.timing import wall_clock_s
 
 T = TypeVar("T")

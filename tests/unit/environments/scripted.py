@@ -54,9 +54,57 @@ PLAIN = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+# Calls as <function=...> with <parameter=...>, results inside of a user turn.
+QWEN_CODER = (
+    "{% if tools %}<|im_start|>system\n<tools>{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}"
+    "</tools>\n"
+    "Call like <tool_call>\n<function=name>\n<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call>"
+    "<|im_end|>\n"
+    "{% endif %}{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
+    "</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}"
+    "<tool_call>\n<function={{ call.function.name }}>\n{% for key, value in call.function.arguments.items() %}"
+    "<parameter={{ key }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Calls as a name and pairs of <arg_key> and <arg_value>.
+GLM = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function | tojson }}"
+    "{% endfor %} as <tool_call>name"
+    "\n<arg_key>key</arg_key>\n<arg_value>value</arg_value>\n</tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>observation\n<tool_response>{{ m.content }}"
+    "</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Calls between marks that are special tokens.
+DEEPSEEK = (
+    "<s>{% for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %}{% for m in messages %}"
+    "{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+    "{{ call.function.name }}<｜tool▁sep｜>"
+    "{{ call.function.arguments | tojson }}<｜tool▁call▁end｜><｜tool▁calls▁end｜>{% endfor %}<|im_end|>"
+    "{% elif m.role == 'tool' %}<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
+)
+# An answer is several messages, each with a channel: thoughts, calls, and what the user reads.
+HARMONY = (
+    "<|start|>system<|message|>You are a model."
+    "{% for tool in tools or [] %} {{ tool.function | tojson }}{% endfor %}<|end|>"
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant{% if m.tool_calls %} to=functions."
+    "{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% else %}<|channel|>final<|message|>{{ m.content }}<|end|>"
+    "{% endif %}{% elif m.role == 'tool' %}<|start|>functions.f to=assistant<|channel|>commentary<|message|>"
+    "{{ m.content }}<|end|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 _SPECIAL = (
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|header|>", "<|/header|>", "<|eot|>", "<|eom|>", "<|python_tag|>",
     "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
+    "<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
+    "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>",
 )  # fmt: skip
 
 
