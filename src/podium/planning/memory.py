@@ -344,7 +344,7 @@ class _Needs:
         except RolloutError:  # nothing is left for it: one sequence is the least that generates
             size = min(section.max_length or shape.context, shape.context) * token_bytes
             self._engines.append(None)
-        running = recipe.rollout.max_running or (256 if self._cuda else 64)
+        running = recipe.rollout.running_on("cuda" if self._cuda else "cpu")
         logits = MemoryTerm(name="logits", num_bytes=2 * running * shape.vocab_rows * 4)
         return [*held, MemoryTerm(name="KV cache", num_bytes=size), logits]
 

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sqlite3
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, overload
@@ -31,8 +32,8 @@ _FEWEST_DECODES = 4
 # Of the timeline: as much as is read in a second.
 _TIMELINE_BYTES = 8 << 20
 _GRADE = "grader.grade"
-# Episodes that an engine runs at the same time, where the recipe does not say it.
-_LANES = {"cpu": 64, "auto": 256, "cuda": 256}
+# How the devices of workers on GPUs are called: `train[0]@node/gpu3#0`.
+_ON_GPU = re.compile(r"@.*/(gpu|cuda)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ class RunRecords:
     num_before: int  # steps whose groups are the first of these: they fill the pipeline of a simulation
     gradings: Mapping[str, Sequence[TimelineSpan]]  # by grader, in these steps
     start_s: float
+    kind: Literal["cpu", "cuda"] = "cpu"  # of its devices
     engine_steps: tuple[EngineSteps, ...] = ()  # summaries of all engines, in these steps
 
     @property
@@ -71,7 +73,7 @@ class RunRecords:
 
     def configuration(self) -> Configuration:
         """What the run was."""
-        return configuration_of(self.recipe)
+        return configuration_of(self.recipe, self.kind)
 
     def workload(self) -> Workload:
         """Its batch, and what was between its steps."""
@@ -138,8 +140,16 @@ def read_records(path: Path, spans: Sequence[TimelineSpan] | None = None) -> Run
         num_before=num_before,
         gradings=_gradings(spans, window),
         start_s=started,
+        kind=device_kind_of(recipe, spans),
         engine_steps=tuple(each for each in engine_steps(spans) if window[0] <= each.begin_s < window[1]),
     )
+
+
+def device_kind_of(recipe: OnPolicyRecipe, spans: Iterable[TimelineSpan]) -> Literal["cpu", "cuda"]:
+    """What a run of `placement.device: auto` found, by the names of its workers."""
+    if recipe.placement.device != "auto":
+        return recipe.placement.device
+    return "cuda" if any(_ON_GPU.search(worker) for worker in {span.worker for span in spans}) else "cpu"
 
 
 def newest_spans(path: Path, most_bytes: int = _TIMELINE_BYTES) -> list[TimelineSpan]:
@@ -206,8 +216,8 @@ def _lines_with(folder: RunFolder, name: bytes) -> StepLines:
     return StepLines(path, found)
 
 
-def configuration_of(recipe: OnPolicyRecipe, kind: Literal["auto", "cpu", "cuda"] | None = None) -> Configuration:
-    """What a plan may change, as the recipe has it. `kind`: of the device; default: as the recipe says."""
+def configuration_of(recipe: OnPolicyRecipe, kind: Literal["cpu", "cuda"]) -> Configuration:
+    """What a plan may change, as the recipe has it on devices of a kind."""
     placement = recipe.placement
     apart = placement.devices - num_learners(recipe)
     return Configuration(
@@ -215,7 +225,7 @@ def configuration_of(recipe: OnPolicyRecipe, kind: Literal["auto", "cpu", "cuda"
         devices=placement.devices,
         rollout_devices=apart or None,
         staleness=recipe.rollout.staleness,
-        lanes=recipe.rollout.max_running or _LANES[kind or placement.device],
+        lanes=recipe.rollout.running_on(kind),
         graders=recipe.grading.workers,
         micro_batch=recipe.micro_batch_tokens,
         max_rollout_devices=placement.max_rollout_devices,

@@ -410,6 +410,10 @@ class EngineSection(Section):
         "where roles of a controlled program share a CUDA device.",
     )
 
+    def running_on(self, kind: Literal["cpu", "cuda"]) -> int:
+        """Answers sampled at the same time on such a device, as far as memory goes."""
+        return self.max_running or (256 if kind == "cuda" else 64)
+
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 

@@ -22,7 +22,6 @@ from podium.rollout.native.engine import NativeEngine
 from podium.rollout.native.loading import load_for_engine
 
 _GIB = 1 << 30
-_VLLM_RUNNING = {"cuda": 256, "cpu": 64}
 _VLLM_CPU_GIB = 2.0
 
 
@@ -128,7 +127,7 @@ def _open_vllm(
         folder=str(folder),
         dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
         max_length=rollout.max_length,
-        max_running=rollout.max_running or _VLLM_RUNNING[kind],
+        max_running=rollout.running_on("cuda" if kind == "cuda" else "cpu"),
         cache_bytes=None if memory_gib is None else int(memory_gib * _GIB),
         tensor_parallel=tensor,
     )

@@ -11,6 +11,7 @@ import pytest
 from helpers.simulated_runs import simulated, simulated_recipe
 from podium.observe.timeline import CONTROLLER, EngineSteps, TimelineFile, TimelineSpan, read_timeline, timeline_file
 from podium.planning.run_records import decode_points, read_records
+from podium.rollout.native.sizing import choose_sizes
 
 
 def summary(steps: int, lanes: float, seconds: float, prefill_s: float = 0.0) -> EngineSteps:
@@ -50,3 +51,19 @@ def test_summaries_are_read_from_the_timeline_of_the_measured_steps(tmp_path: Pa
 
     (point,) = decode_points(read_records(run))
     assert (point.lanes, point.step_s) == (4.5, pytest.approx(0.02, rel=1e-3))
+
+
+def test_lanes_of_a_run_on_any_device_are_those_of_the_device_that_it_had(tmp_path: Path) -> None:
+    """`placement.device: auto` without `rollout.max_running`: an engine has 64 lanes on a CPU and 256 on a GPU."""
+    rollout = {"prompts_per_step": 4, "samples_per_prompt": 3, "max_running": None}
+    recipe = simulated_recipe(tmp_path, rollout=rollout, placement={"device": "auto"})
+    run = simulated(recipe).result.folder
+    assert read_records(run).configuration().lanes == 64
+
+    timeline = timeline_file(run)
+    timeline.write_text(timeline.read_text().replace("/cpu#", "/gpu0#"))
+    assert read_records(run).configuration().lanes == 256
+    assert (
+        recipe.rollout.running_on("cpu")
+        == choose_sizes(recipe.rollout, context=64, token_bytes=1, cuda=False, free_bytes=1 << 30).max_running
+    )

@@ -86,7 +86,7 @@ def test_changes_leave_a_recipe_that_is_accepted(tmp_path: Path) -> None:
     """A colocated recipe has no key of rollout devices, and more generators than may join are none."""
     placement = {"layout": "split", "devices": 8, "rollout_devices": 2, "max_rollout_devices": 3}
     recipe = simulated_recipe(tmp_path, placement=placement)
-    base = configuration_of(recipe)
+    base = configuration_of(recipe, "cpu")
     found = list(candidates(base, workload_of(recipe), has_graders=True))
 
     assert {(each.layout, each.rollout_devices) for each in found} >= {
@@ -97,7 +97,7 @@ def test_changes_leave_a_recipe_that_is_accepted(tmp_path: Path) -> None:
         for key, (_, new) in base.changes_to(each).items():
             section, _, name = key.partition(".")
             values[section][name] = yaml.safe_load(new)
-        assert configuration_of(parse_recipe(values)) == each
+        assert configuration_of(parse_recipe(values), "cpu") == each
     four = base.placed("split", rollout_devices=4)
     assert base.changes_to(four)["placement.max_rollout_devices"] == ("3", "null")
 

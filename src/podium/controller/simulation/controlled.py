@@ -40,8 +40,6 @@ from podium.roles.interfaces import Generator, Learner
 from podium.runs.folder import RunFolder
 from podium.runs.result import RunResult
 
-# Where the recipe does not say how many episodes an engine runs at the same time.
-DEFAULT_LANES = 64
 # Longer than any simulated call: only a deadlock is without end, and the virtual clock notices that.
 _FOREVER_S = 1e12
 # Between two heartbeats, where they are watched. Rarer than on Ray: each costs time of a simulation.
@@ -64,9 +62,9 @@ def simulate_run(
     resume_step: int | None = None, faults: Sequence[SimulatedFault] = (), limit_s: float = math.inf,
 ) -> SimulatedRun:  # fmt: skip
     """Runs the program to the recipe's last step, or until a SimulatedStop. The recipe is resolved, and the folder is
-    that of the run. Every engine has `rollout.max_running` lanes, 64 if the recipe has none. The run recovers from
+    that of the run. Every engine has `rollout.max_running` lanes, by default those of a CPU. The run recovers from
     `faults` as a real one does. Raises a ClusterError if it has not ended after `limit_s` virtual seconds."""
-    lanes = recipe.rollout.max_running or DEFAULT_LANES
+    lanes = recipe.rollout.running_on("cpu")
     run_costs = RunCosts(
         model=costs, lanes=lanes, samples=recipe.rollout.samples_per_prompt, seed=seed,
         slowness=tuple(each for each in faults if isinstance(each, SimulatedSlowness)),

@@ -40,7 +40,7 @@ class Sizes:
 def choose_sizes(section: EngineSection, *, context: int, token_bytes: int, cuda: bool, free_bytes: int) -> Sizes:
     """`context`: longest sequence of the model; `token_bytes`: keys and values of one token in all layers."""
     max_length = min(section.max_length or context, context)
-    running = section.max_running or (256 if cuda else 64)
+    running = section.running_on("cuda" if cuda else "cpu")
     budget = _budget(section, cuda=cuda, free_bytes=free_bytes)
     block = section.block_size or (_CUDA_PAGE if cuda else max_length)
     slots = not cuda and block >= max_length
