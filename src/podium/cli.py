@@ -265,14 +265,24 @@ def _report(result: object) -> None:
         return
     for line in result.lines():
         typer.echo(line)
-    for line in _suggestions(result.folder):
+    _echo_suggestions(result.folder)
+
+
+def _echo_suggestions(run: Path) -> None:
+    for line in _suggestions(run):
         for part in wrapped(f"  {line}", WIDTH, indent="    "):
             typer.echo(part)
 
 
 def _suggestions(run: Path) -> list[str]:
-    """What would make a controlled run faster, or what is more important."""
-    if not (run / "episodes.sqlite").is_file():
+    """What would make a run, or stages of a pipeline, faster, or what is more important."""
+    from podium.runs.folder import is_pipeline_folder
+
+    if is_pipeline_folder(run):
+        from podium.planning.suggestion import stage_lines
+
+        return stage_lines(run)
+    if not (run / "timeline.jsonl").is_file():
         return []
     from podium.planning.suggestion import suggestion_lines
 
@@ -282,6 +292,7 @@ def _suggestions(run: Path) -> list[str]:
 def _report_pipeline(result: PipelineResult) -> None:
     for line in result.time.lines():
         typer.echo(f"  {line}")
+    _echo_suggestions(result.folder)
     if result.status == "finished":
         typer.echo(f"finished: {result.folder}")
         typer.echo(f"  look at it with: podium show {result.folder}")

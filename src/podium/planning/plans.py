@@ -129,7 +129,12 @@ def _unmeasured(run: RunCosts, best: Configuration) -> list[str]:
             f"rollout.max_running {best.lanes}: {measured}.{outside} Whether the KV cache holds so many was not looked "
             "at."
         )
-    if not run.knows_lanes:
+    if run.has_turns:
+        notes.append(
+            "other rollout.max_running were not looked at: episodes of this run wait for tools or an environment, and "
+            "lanes that wait are not simulated. These waits are taken as generation, also with other devices."
+        )
+    elif not run.knows_lanes:
         notes.append("other rollout.max_running were not looked at: this run does not tell what a lane costs.")
     if best.num_learners != base.num_learners:
         notes.append(
@@ -183,7 +188,7 @@ def plan_recipe(
         facts=(*facts, *([] if problem is None else [f"as it is, it cannot run. {problem}"])),
         base=now,
         found=found,
-        notes=(assumed, *device_notes(device)),
+        notes=(assumed, *_turn_notes(recipe), *device_notes(device)),
         values={
             "device": device.name, "memory": memory_values(memory),
             "current": None if now is None else prediction_values(now),
@@ -191,6 +196,15 @@ def plan_recipe(
         changes=recipe_changes(recipe, base, best.configuration),
         reasons=tuple(choices.reasons(best.configuration)),
     )  # fmt: skip
+
+
+def _turn_notes(recipe: OnPolicyRecipe) -> list[str]:
+    if recipe.environment is None:
+        return []
+    return [
+        "environment: turns and waits for tools are not simulated. Episodes take longer than predicted, and "
+        "rollout.max_running may gain more or less."
+    ]
 
 
 def _require_single(recipe: Recipe) -> None:

@@ -19,6 +19,8 @@ LayoutName = Literal["colocated", "split", "elastic"]
 LAYOUTS: tuple[LayoutName, ...] = ("colocated", "split", "elastic")
 # The controller gives an engine a quarter more episodes than it has lanes.
 _AHEAD = 4
+# What a part of a step has, at least: fewer say nothing of the mean.
+_FEWEST_GROUPS, _FEWEST_LANES = 4, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +128,64 @@ class RecordedCosts(CostModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What is simulated instead of a whole step of many episodes: every n-th group, on fewer devices as far as their
+    numbers can be divided, and else with fewer lanes each. A lane then stands for several: a decoding step with as
+    large a share of the lanes takes as long, and so does everything else of a step. The longest answer of a part is
+    shorter than that of the whole, so that it is too fast where this one answer decides."""
+
+    groups: int = 1  # of a step, so many times fewer
+    devices: int = 1  # so many times fewer; divides `groups`
+
+    @property
+    def lanes(self) -> int:
+        """How many lanes of a device one stands for."""
+        return self.groups // self.devices
+
+    def can_have(self, configuration: Configuration) -> bool:
+        """Whether its devices can be divided."""
+        return configuration.devices % self.devices == (configuration.rollout_devices or 0) % self.devices == 0
+
+
+WHOLE = Part()
+
+
+def part_of(workload: Workload, configuration: Configuration, most_episodes: int) -> Part | None:
+    """The largest part of a step that has no more episodes. None: the groups of a step have no such divisor, or the
+    devices too few lanes."""
+    least = -(-workload.episodes // most_episodes)
+    most = workload.groups_per_step // _FEWEST_GROUPS
+    groups = next((each for each in range(least, most + 1) if workload.groups_per_step % each == 0), None)
+    if least <= 1 or groups is None:
+        return WHOLE if least <= 1 else None
+    parts = (Part(groups=groups, devices=devices) for devices in range(1, groups + 1) if groups % devices == 0)
+    enough = (each for each in parts if each.can_have(configuration))
+    return next((each for each in enough if configuration.lanes >= _FEWEST_LANES * each.lanes), None)
+
+
+def _in_part(
+    costs: CostModel, workload: Workload, configuration: Configuration, part: Part
+) -> tuple[CostModel, Workload, Configuration]:
+    """The same of a part: costs of a lane and of a token that each stand for several."""
+    generation, rollout_devices = costs.generation, configuration.rollout_devices
+    graders = max(1, configuration.graders // part.groups)
+    costs = replace(
+        _slower_grading(costs, graders * part.groups / configuration.graders),
+        generation=replace(
+            generation, lane_s=part.lanes * generation.lane_s, prefill_tokens_s=generation.prefill_tokens_s / part.lanes
+        ),
+        update=replace(costs.update, token_s=part.lanes * costs.update.token_s),
+    )
+    if isinstance(costs, RecordedCosts):  # those of a step stay those of this step
+        costs = replace(costs, groups=costs.groups[:: part.groups])
+    return costs, workload.smaller(part.groups), replace(
+        configuration, devices=configuration.devices // part.devices, graders=graders,
+        rollout_devices=None if rollout_devices is None else rollout_devices // part.devices,
+        lanes=max(1, round(configuration.lanes / part.lanes)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """Of one configuration: means over all simulated steps. Phases add up to `step_s`: those that the devices of a
     colocated layout go through, or else the update and what the learner waits for."""
@@ -151,15 +211,17 @@ class Prediction:
 
 def predict(
     costs: CostModel, workload: Workload, configuration: Configuration, *,
-    seeds: Sequence[int] = (1, 2, 3), steps: int = 6, most_episodes: int | None = None,
+    seeds: Sequence[int] = (1, 2, 3), steps: int = 6, most_episodes: int | None = None, part: Part = WHOLE,
 ) -> Prediction:  # fmt: skip
     """Simulates `steps` steps for every seed, after those that fill the pipeline. `most_episodes`: of one step; a
     larger batch is simulated as a part of it on the same part of the devices. Where there are too few devices for that,
-    their time is linear in the groups of a step, and is extrapolated from smaller batches."""
+    their time is linear in the groups of a step, and is extrapolated from smaller batches. `part`: of a step, instead;
+    configurations that are compared need the same."""
     factor = 1 if most_episodes is None else _replica(workload, configuration, most_episodes)
     if most_episodes is not None and workload.episodes // factor > 2 * most_episodes:
         return _extrapolated(costs, workload, configuration, seeds, steps, most_episodes * factor)
-    reports = [_simulated(costs, workload, configuration, seed, steps, factor) for seed in seeds]
+    reports = [_simulated(costs, workload, configuration, seed, steps, factor, part) for seed in seeds]
+    times = factor * part.groups
     seconds = [report.step_s for report in reports]
     step_s = statistics.fmean(seconds)
     idle_s = [_idle_by_cause(report) for report in reports]
@@ -169,11 +231,11 @@ def predict(
         configuration=configuration,
         step_s=step_s,
         spread_s=statistics.stdev(seconds) if len(seconds) > 1 else 0.0,
-        phases=_phases(step_s, configuration, costs, factor, reports, generator_idle, learner_idle),
+        phases=_phases(step_s, configuration, costs, times, reports, generator_idle, learner_idle),
         generator_idle=generator_idle,
         learner_idle=learner_idle,
         idle=statistics.fmean(report.idle_share for report in reports),
-        tokens_s=factor * statistics.fmean(report.tokens_s for report in reports),
+        tokens_s=times * statistics.fmean(report.tokens_s for report in reports),
         staleness_mean=statistics.fmean(report.staleness_mean for report in reports),
         gpu_hours=configuration.devices * whole_s / 3600,
     )
@@ -202,9 +264,11 @@ def _extrapolated(
 
 def simulated_report(
     costs: CostModel, workload: Workload, configuration: Configuration, *, seed: int, steps: int, warm_up: int,
-    cool_down: int,
+    cool_down: int, part: Part = WHOLE,
 ) -> SimulationReport:  # fmt: skip
     """One simulation of a configuration: `steps` are measured after `warm_up`."""
+    if part != WHOLE:
+        costs, workload, configuration = _in_part(costs, workload, configuration, part)
     schedule = ScheduleSettings(
         steps=warm_up + steps + cool_down,
         groups_per_step=workload.groups_per_step,
@@ -226,7 +290,7 @@ def simulated_report(
 
 
 def _simulated(
-    costs: CostModel, workload: Workload, configuration: Configuration, seed: int, steps: int, factor: int
+    costs: CostModel, workload: Workload, configuration: Configuration, seed: int, steps: int, factor: int, part: Part
 ) -> SimulationReport:
     if factor > 1:
         graders = max(1, configuration.graders // factor)
@@ -240,7 +304,7 @@ def _simulated(
     staleness = configuration.staleness
     warm_up, cool_down = (staleness + 2, staleness + 1) if configuration.layout != "colocated" else (1, 1)
     return simulated_report(
-        costs, workload, configuration, seed=seed, steps=steps, warm_up=warm_up, cool_down=cool_down
+        costs, workload, configuration, seed=seed, steps=steps, warm_up=warm_up, cool_down=cool_down, part=part
     )
 
 
@@ -282,20 +346,21 @@ def _mean_shares(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _phases(
-    step_s: float, configuration: Configuration, costs: CostModel, factor: int, reports: Sequence[SimulationReport],
+    step_s: float, configuration: Configuration, costs: CostModel, times: int, reports: Sequence[SimulationReport],
     generator_idle: Mapping[str, float], learner_idle: Mapping[str, float],
 ) -> dict[str, float]:  # fmt: skip
-    """Seconds of a step. What a lent device of the learner generates is part of the wait for generation."""
+    """Seconds of a step. What a lent device of the learner generates is part of the wait for generation. `times`: how
+    many times as many tokens a step has as the reports."""
     if configuration.rollout_devices is None:
-        tokens = statistics.fmean(report.trained_tokens / report.steps for report in reports)
-        update_s = costs.update.update_s(tokens, configuration.devices // factor)
+        tokens = times * statistics.fmean(report.trained_tokens / report.steps for report in reports)
+        update_s = costs.update.update_s(tokens, configuration.devices)
         waits = {cause: share * step_s for cause, share in generator_idle.items()}
         generation_s = max(0.0, step_s - update_s - sum(waits.values()))
         return {"generation": generation_s, **waits, "update": update_s}
     waits = {cause: share * step_s for cause, share in learner_idle.items() if cause != "generation"}
     if configuration.layout == "elastic":  # lent devices are idle only where they have nothing to generate
-        tokens = statistics.fmean(report.trained_tokens / report.steps for report in reports)
-        update_s = min(step_s, costs.update.update_s(tokens, configuration.num_learners // factor))
+        tokens = times * statistics.fmean(report.trained_tokens / report.steps for report in reports)
+        update_s = min(step_s, costs.update.update_s(tokens, configuration.num_learners))
         return {"generation": max(0.0, step_s - update_s - sum(waits.values())), **waits, "update": update_s}
     generation_s = learner_idle.get("generation", 0.0) * step_s
     return {"generation": generation_s, **waits, "update": step_s - generation_s - sum(waits.values())}

@@ -18,7 +18,15 @@ from podium.controller.simulation.costs import CostModel, GenerationCost, LogNor
 from podium.controller.simulation.report import SimulationReport
 from podium.errors import RunFolderError
 from podium.observe.timeline import TimelineSpan
-from podium.planning.prediction import Configuration, LayoutName, RecordedCosts, Workload, simulated_report
+from podium.planning.prediction import (
+    WHOLE,
+    Configuration,
+    LayoutName,
+    Part,
+    RecordedCosts,
+    Workload,
+    simulated_report,
+)  # fmt: skip
 from podium.planning.run_records import RunRecords, decode_points
 
 # Candidates for what a lane costs, as a part of what the weights cost.
@@ -75,11 +83,15 @@ class RunCosts:
     num_steps: int
     decoded_lanes: tuple[float, float] | None = None  # fewest and most lanes of decoding steps that were measured
     micro_batches: float = 0.0  # of an optimizer step of a learner, at most; 0: the metrics do not tell
+    part: Part = WHOLE  # of a step, that simulations of this run have
+    has_turns: bool = False  # episodes wait for tools or environments, which counts as generation
 
     @property
     def knows_lanes(self) -> bool:
-        """Whether the run tells what a lane costs."""
-        return any(each.name == LANE_COST and each.quality == "measured" for each in self.estimates)
+        """Whether the run tells what a lane costs. Where episodes wait for tools it does not: a lane waits, too."""
+        return not self.has_turns and any(
+            each.name == LANE_COST and each.quality == "measured" for each in self.estimates
+        )
 
     def costs_of(self, configuration: Configuration) -> CostModel:
         """Those of a run of that layout, or of one whose learners also have devices of their own, or of this run."""
@@ -140,19 +152,20 @@ def _line(constant: float, slope: float, pairs: Sequence[tuple[float, float]]) -
     return Fit(constant, slope, statistics.median(errors) if errors else 0.0)
 
 
-def estimate_costs(records: RunRecords, *, others: Sequence[RunRecords] = ()) -> RunCosts:
+def estimate_costs(records: RunRecords, *, others: Sequence[RunRecords] = (), part: Part = WHOLE) -> RunCosts:
     """The costs of a run. `others`: runs of the same recipe in another layout, for what this one cannot say: what new
-    weights cost with devices of their own, what changing sides costs, and the costs of their own layouts."""
-    costs, estimates = _estimated(records, others)
+    weights cost with devices of their own, what changing sides costs, and the costs of their own layouts. `part`: of a
+    step, that is simulated to find them."""
+    costs, estimates = _estimated(records, others, part)
     by_layout: dict[LayoutName, CostModel] = {}
     for each in others:
         layout = each.configuration().layout
         if layout not in by_layout:
             rest = [other for other in (records, *others) if other is not each]
-            by_layout[layout] = replace(_estimated(each, rest)[0], groups=costs.groups)
+            by_layout[layout] = replace(_estimated(each, rest, part)[0], groups=costs.groups)
     configuration, workload = records.configuration(), records.workload()
     by_layout[configuration.layout] = costs
-    repeated = min(len(records.steps), num_repeated(workload))
+    repeated = min(len(records.steps), num_repeated(workload, part))
     return RunCosts(
         costs=costs,
         by_layout=by_layout,
@@ -161,14 +174,16 @@ def estimate_costs(records: RunRecords, *, others: Sequence[RunRecords] = ()) ->
         estimates=tuple(estimates),
         measured_step_s=records.step_s,
         repeated_s=statistics.fmean(records.values("step_s")[:repeated]),
-        simulated_step_s=_report(costs, workload, configuration, repeated, records.num_before).step_s,
+        simulated_step_s=_report(costs, workload, configuration, repeated, records.num_before, part).step_s,
         num_steps=len(records.steps),
         decoded_lanes=_decoded_lanes(records),
         micro_batches=max(records.values("micro_steps")) / records.recipe.full_algorithm.mini_batches,
+        part=part,
+        has_turns=records.recipe.environment is not None,
     )
 
 
-def _estimated(records: RunRecords, others: Sequence[RunRecords]) -> tuple[RecordedCosts, list[Estimate]]:
+def _estimated(records: RunRecords, others: Sequence[RunRecords], part: Part) -> tuple[RecordedCosts, list[Estimate]]:
     if not records.groups:
         raise RunFolderError(f"{records.path} has no ledger of episodes (episodes.sqlite), so their lengths are lost.")
     configuration, workload = records.configuration(), records.workload()
@@ -188,7 +203,7 @@ def _estimated(records: RunRecords, others: Sequence[RunRecords]) -> tuple[Recor
         groups=records.groups,
     )
     fit = _synchronous_generation if records.is_synchronous else _overlapped_generation
-    generation, latency_s, of_generation = fit(records, costs, workload, configuration)
+    generation, latency_s, of_generation = fit(records, costs, workload, configuration, part)
     # What a generation takes before its first token is a pause of its devices.
     costs = replace(
         costs, generation=generation, publish_s=costs.publish_s + latency_s, switch_s=costs.switch_s + latency_s / 2
@@ -196,17 +211,19 @@ def _estimated(records: RunRecords, others: Sequence[RunRecords]) -> tuple[Recor
     return costs, [*of_generation, *of_update, *of_grading, *of_transfers]
 
 
-def num_repeated(workload: Workload) -> int:
+def num_repeated(workload: Workload, part: Part = WHOLE) -> int:
     """Steps of a run that a simulation repeats, at most."""
-    return max(3, min(_FIT_STEPS, _FIT_EPISODES // workload.episodes))
+    return max(3, min(_FIT_STEPS, part.groups * _FIT_EPISODES // workload.episodes))
 
 
 def _report(
-    costs: CostModel, workload: Workload, configuration: Configuration, steps: int, warm_up: int
+    costs: CostModel, workload: Workload, configuration: Configuration, steps: int, warm_up: int, part: Part
 ) -> SimulationReport:
     """The run itself, with its own episodes in their order."""
     cool_down = configuration.staleness + 1
-    return simulated_report(costs, workload, configuration, seed=0, steps=steps, warm_up=warm_up, cool_down=cool_down)
+    return simulated_report(
+        costs, workload, configuration, seed=0, steps=steps, warm_up=warm_up, cool_down=cool_down, part=part
+    )
 
 
 # --- the learner ---
@@ -325,11 +342,11 @@ def _measured(name: str, runs: Sequence[RunRecords]) -> tuple[float | None, str]
 
 
 def _synchronous_generation(
-    records: RunRecords, costs: RecordedCosts, workload: Workload, configuration: Configuration
+    records: RunRecords, costs: RecordedCosts, workload: Workload, configuration: Configuration, part: Part
 ) -> tuple[GenerationCost, float, list[Estimate]]:
     """A step's generation is simulated with its own episodes and every ratio of both costs; the ratio counts whose
     times are nearest to time/rollout_s, up to a factor and a latency."""
-    steps = min(len(records.steps), num_repeated(workload))
+    steps = min(len(records.steps), num_repeated(workload, part))
     per_step = workload.groups_per_step
     if len(records.groups) < per_step * len(records.steps):  # groups were dropped or replaced: they fit no step
         steps = min(steps, len(records.groups) // per_step)
@@ -343,7 +360,7 @@ def _synchronous_generation(
 
     def times(ratio: float) -> list[float]:
         cost = replace(alone, generation=GenerationCost(weights_s=1.0, lane_s=ratio))
-        report = simulated_report(cost, workload, shape, seed=0, steps=steps, warm_up=0, cool_down=0)
+        report = simulated_report(cost, workload, shape, seed=0, steps=steps, warm_up=0, cool_down=0, part=part)
         return [end - begin for begin, end in itertools.pairwise((0.0, *report.committed_s))]
 
     def misfit(ratio: float) -> float:
@@ -368,11 +385,11 @@ def _synchronous_generation(
 
 
 def _overlapped_generation(
-    records: RunRecords, costs: RecordedCosts, workload: Workload, configuration: Configuration
+    records: RunRecords, costs: RecordedCosts, workload: Workload, configuration: Configuration, part: Part
 ) -> tuple[GenerationCost, float, list[Estimate]]:
     """Generators were at work for as long as they were not idle and installed no weights. For every ratio the costs
     are scaled until simulated generators are at work as long; the ratio counts whose step time is nearest."""
-    steps = min(len(records.steps), num_repeated(workload))
+    steps = min(len(records.steps), num_repeated(workload, part))
     repeated = records.steps[:steps]
     measured_s = statistics.fmean(
         max(0.0, values["step_s"] - values.get("rollout/idle_s", 0.0) - values.get("rollout/install_s", 0.0))
@@ -387,7 +404,7 @@ def _overlapped_generation(
         weights_s, step_s = measured_s * lanes / (tokens * (1 + ratio * lanes)), 0.0
         for _ in range(4):
             cost = replace(costs, generation=GenerationCost(weights_s=weights_s, lane_s=ratio * weights_s))
-            report = _report(cost, workload, configuration, steps, records.num_before)
+            report = _report(cost, workload, configuration, steps, records.num_before, part)
             step_s = report.step_s
             work_s = step_s * (1 - report.generator_idle_share)
             if not work_s or abs(measured_s / work_s - 1) < 0.005:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One change of the recipe that would have made a run faster, with what it saves: the run is simulated with its own
-episodes as it was, and with each change. While the metrics have an alarm, that is said instead. Torch-free."""
+episodes as it was, and with each change. Of a run on fixed data the accounting of its ranks says it. While the metrics
+have an alarm, that is said instead. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,19 +12,23 @@ from pathlib import Path
 
 from podium.observe.timeline import TimelineSpan
 from podium.planning.alarms import alarm_of
+from podium.planning.fixed_data_suggestion import suggest_for_ranks
 from podium.planning.generator_speeds import slow_generators
-from podium.planning.prediction import Configuration, Prediction, Workload, predict
+from podium.planning.prediction import WHOLE, Configuration, Part, Prediction, Workload, part_of, predict
 from podium.planning.run_costs import RunCosts, estimate_costs, num_repeated
 from podium.planning.run_records import heldout_lines, newest_spans, opened, program_of, read_records, step_lines
 from podium.planning.search import WAITS
-from podium.recipe import OnPolicyRecipe
+from podium.recipe import OnPolicyRecipe, SpmdRecipe
+from podium.runs.accounting import worker_times
+from podium.runs.pipeline_folder import PipelineFolder
 
 ALARM, SUGGESTION = "look at this first: ", "suggestion: "
 """How the lines begin."""
 # A smaller gain is within what the simulation does not know.
 _LEAST_GAIN = 0.05
-# Seconds for all of it, and the largest batch that can be simulated in them: it is said at the end of a run.
+# Seconds for all of it, and the episodes of a step that can be simulated in them: it is said at the end of a run.
 _BUDGET_S, _MOST_EPISODES = 1.5, 320
+_STAGES_S = 3.0  # for the stages of a pipeline
 # Of the timeline, what is looked at for a slow generator.
 _TIMELINE_BYTES = 1 << 18
 # A change that makes no token older is better than one that gains less than twice as much.
@@ -41,6 +46,8 @@ class Suggestion:
     saved_s: float
     step_s: float  # measured
     reason: str  # who waits for what, or empty
+    part: Part = WHOLE  # of a step, that was simulated
+    has_turns: bool = False  # waits for tools and environments counted as generation
 
     @property
     def text(self) -> str:
@@ -49,7 +56,10 @@ class Suggestion:
         reason = f"{self.reason}: " if self.reason else ""
         older = self.change.staleness > self.base.staleness
         age = f" (tokens may be {self.change.staleness} versions old: less on-policy)" if older else ""
-        return f"{reason}{changes} saves about {_seconds(self.saved_s)} of {_seconds(self.step_s)} a step{age}"
+        part = f" (from a simulation of 1/{self.part.groups} of each batch)" if self.part != WHOLE else ""
+        turns = " (waits for tools or the environment are taken as generation)" if self.has_turns else ""
+        saved = f"saves about {_seconds(self.saved_s)} of {_seconds(self.step_s)} a step"
+        return f"{reason}{changes} {saved}{age}{part}{turns}"
 
 
 def suggestion_lines(run: Path, spans: Sequence[TimelineSpan] | None = None) -> list[str]:
@@ -61,22 +71,43 @@ def suggestion_lines(run: Path, spans: Sequence[TimelineSpan] | None = None) -> 
         return []
 
 
+def stage_lines(pipeline: Path, *, budget_s: float = _STAGES_S) -> list[str]:
+    """The same for the stages of a pipeline, while there is time. Never raises."""
+    began_s, lines = time.monotonic(), list[str]()
+    try:
+        folder = PipelineFolder.open(pipeline)
+        stages = [name for name in folder.state()["order"] if folder.run(name).recipe_file.is_file()]
+    except Exception:  # as above
+        return []
+    for name in stages:
+        if time.monotonic() - began_s > budget_s:
+            break
+        lines += [f"stage {name}: {line}" for line in suggestion_lines(folder.run(name).path)]
+    return lines
+
+
 def _lines(run: Path, known: Sequence[TimelineSpan] | None) -> list[str]:
     folder = opened(run)
     recipe = program_of(folder)
-    if not isinstance(recipe, OnPolicyRecipe):
-        return []
     alarm = alarm_of(recipe, step_lines(folder), heldout_lines(folder))
     if alarm is not None:
         return [f"{ALARM}{alarm}"]
+    if isinstance(recipe, SpmdRecipe):
+        spans = newest_spans(run, _TIMELINE_BYTES) if known is None else known
+        text = suggest_for_ranks(recipe, spans, worker_times(spans))
+        return [] if text is None else [f"{SUGGESTION}{text}"]
+    if not isinstance(recipe, OnPolicyRecipe):
+        return []
     slow = next(slow_generators(newest_spans(run, _TIMELINE_BYTES) if known is None else known), None)
     if slow is not None:  # the simulation has generators of one speed
         return [f"{ALARM}{slow}"]
     if recipe.placement.generator_tensor > 1:  # costs of generators are counted by device
         return []
-    if recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt > _MOST_EPISODES:
+    records = read_records(run, known)
+    part = part_of(records.workload(), records.configuration(), _MOST_EPISODES)
+    if part is None:  # its groups or its lanes cannot be divided
         return [f"what would be faster: podium plan --from {run}"]
-    found = suggest(estimate_costs(read_records(run, known)))
+    found = suggest(estimate_costs(records, part=part))
     return [] if found is None else [f"{SUGGESTION}{found.text}"]
 
 
@@ -89,7 +120,11 @@ def suggest(
     began_s = clock()
     base = _repeated(run, run.configuration)
     found: list[tuple[float, Prediction]] = []
-    for candidate in candidates(run.configuration, run.workload, has_graders=run.costs.graders is not None):
+    for candidate in candidates(
+        run.configuration, run.workload, has_graders=run.costs.graders is not None, knows_lanes=run.knows_lanes
+    ):
+        if not run.part.can_have(candidate):
+            continue
         if clock() - began_s > budget_s:
             break
         after = _repeated(run, candidate)
@@ -104,11 +139,16 @@ def suggest(
         saved_s=gain * run.measured_step_s,
         step_s=run.measured_step_s,
         reason=_reason(base, after),
+        part=run.part,
+        has_turns=run.has_turns and after.configuration.graders == run.configuration.graders,
     )
 
 
-def candidates(base: Configuration, workload: Workload, *, has_graders: bool) -> Iterator[Configuration]:
-    """Changes of one key that the recipe can have. `has_graders`: whether graders can be short."""
+def candidates(
+    base: Configuration, workload: Workload, *, has_graders: bool, knows_lanes: bool
+) -> Iterator[Configuration]:
+    """Changes of one key that the recipe can have. `has_graders`: whether graders can be short. `knows_lanes`: whether
+    the run tells what a lane costs; where that is assumed, so would be the gain of other lanes."""
     if has_graders:
         yield replace(base, graders=2 * base.graders)
     for layout in workload.layouts:
@@ -123,6 +163,8 @@ def candidates(base: Configuration, workload: Workload, *, has_graders: bool) ->
                 yield base.placed(base.layout, rollout_devices=share)
         if workload.allows(older := replace(base, staleness=base.staleness + 1)):
             yield older
+    if not knows_lanes:
+        return
     yield replace(base, lanes=2 * base.lanes)
     if base.lanes > 1:
         yield replace(base, lanes=base.lanes // 2)
@@ -130,8 +172,8 @@ def candidates(base: Configuration, workload: Workload, *, has_graders: bool) ->
 
 def _repeated(run: RunCosts, configuration: Configuration) -> Prediction:
     """The run's own episodes in their order."""
-    steps = max(3, min(run.num_steps, num_repeated(run.workload)))
-    return predict(run.costs, run.workload, configuration, seeds=(0,), steps=steps)
+    steps = max(3, min(run.num_steps, num_repeated(run.workload, run.part)))
+    return predict(run.costs, run.workload, configuration, seeds=(0,), steps=steps, part=run.part)
 
 
 def _age_penalty(configuration: Configuration, base: Configuration) -> float:

@@ -11,7 +11,16 @@ import pytest
 from podium.controller.simulation.costs import CostModel, GenerationCost, LogNormal, UpdateCost
 from podium.errors import RecipeError
 from podium.planning.plans import device_numbers
-from podium.planning.prediction import Configuration, Prediction, RecordedCosts, Workload, predict
+from podium.planning.prediction import (
+    WHOLE,
+    Configuration,
+    Part,
+    Prediction,
+    RecordedCosts,
+    Workload,
+    part_of,
+    predict,
+)  # fmt: skip
 from podium.planning.search import search, why
 
 # 10 tokens a second in every lane, answers of 100 tokens, and 8 s for an update of all 8 answers.
@@ -59,6 +68,46 @@ def test_a_part_of_a_large_batch_takes_as_long_as_all_of_it() -> None:
 
     assert part.step_s == pytest.approx(whole.step_s, rel=0.1)
     assert part.tokens_s == pytest.approx(whole.tokens_s, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        Configuration(layout="colocated", devices=2, lanes=64, graders=8),
+        Configuration(layout="split", devices=2, rollout_devices=1, lanes=32, graders=8),
+        Configuration(layout="split", devices=2, rollout_devices=1, staleness=1, lanes=64, graders=8),
+        Configuration(layout="elastic", devices=4, rollout_devices=2, staleness=1, lanes=32, graders=8),
+    ],
+    ids=lambda one: one.name,
+)
+def test_a_quarter_of_a_batch_with_a_quarter_of_the_lanes_takes_as_long(large: Configuration) -> None:
+    costs = replace(
+        PLAIN, generation=GenerationCost(weights_s=0.1, lane_s=0.01), answer_tokens=LogNormal(median=100.0, sigma=0.2),
+        grading_s=LogNormal(median=0.5), graders=1, update=UpdateCost(token_s=0.001, constant_s=1.0), publish_s=2.0,
+    )  # fmt: skip
+    workload = replace(WORKLOAD, groups_per_step=128)
+    part = part_of(workload, large, 64)
+    assert part is not None
+    assert part.groups == 4
+
+    whole, found = (predict(costs, workload, large, seeds=(1,), steps=4, part=each) for each in (WHOLE, part))
+
+    assert found.step_s == pytest.approx(whole.step_s, rel=0.1)
+    assert found.tokens_s == pytest.approx(whole.tokens_s, rel=0.1)
+    assert sum(found.phases.values()) == pytest.approx(found.step_s)
+    for phase, seconds in whole.phases.items():
+        assert found.phases.get(phase, 0.0) == pytest.approx(seconds, abs=0.1 * whole.step_s)
+
+
+def test_a_part_has_devices_that_divide_and_enough_lanes() -> None:
+    workload = replace(WORKLOAD, groups_per_step=512, samples=8)
+    eight = Configuration(layout="split", devices=8, rollout_devices=4, lanes=64)
+    assert part_of(replace(workload, groups_per_step=32), eight, 256) == WHOLE
+    assert part_of(workload, eight, 512) == Part(groups=8, devices=1)  # 8 lanes for 64
+    assert part_of(workload, eight, 256) == Part(groups=16, devices=2)
+    assert part_of(workload, eight, 64) is None  # 64 times fewer: 4 devices fewer, and 4 lanes
+    assert part_of(replace(workload, groups_per_step=509), eight, 256) is None  # a prime
+    assert not Part(groups=4, devices=4).can_have(replace(eight, rollout_devices=5))
 
 
 def test_few_devices_take_longer_for_more_groups_by_a_line() -> None:

@@ -19,6 +19,7 @@ from podium.cli import app
 from podium.controller.simulation.costs import CostModel, GenerationCost, LogNormal, UpdateCost
 from podium.errors import RecipeError, RunFolderError
 from podium.planning.alarms import alarm_of
+from podium.planning.prediction import Part, part_of
 from podium.planning.run_costs import estimate_costs
 from podium.planning.run_records import configuration_of, read_records, workload_of
 from podium.planning.suggestion import candidates, suggest, suggestion_lines
@@ -87,7 +88,7 @@ def test_changes_leave_a_recipe_that_is_accepted(tmp_path: Path) -> None:
     placement = {"layout": "split", "devices": 8, "rollout_devices": 2, "max_rollout_devices": 3}
     recipe = simulated_recipe(tmp_path, placement=placement)
     base = configuration_of(recipe, "cpu")
-    found = list(candidates(base, workload_of(recipe), has_graders=True))
+    found = list(candidates(base, workload_of(recipe), has_graders=True, knows_lanes=True))
 
     assert {(each.layout, each.rollout_devices) for each in found} >= {
         ("colocated", None), ("elastic", 2), ("split", 1), ("split", 3)
@@ -107,6 +108,61 @@ def test_too_few_lanes(tmp_path: Path) -> None:
     costs = replace(QUICK, generation=GenerationCost(weights_s=0.05), answer_tokens=LogNormal(median=40.0, sigma=0.3))
     rollout = {**ROLLOUT, "max_running": 2}
     assert keys(ran(tmp_path, costs, rollout=rollout)) == {"rollout.max_running": ("2", "4")}
+
+
+def test_other_lanes_are_not_suggested_where_their_cost_is_assumed(tmp_path: Path) -> None:
+    """A lane costs five times what the weights do, so that more lanes gain little. A run with staleness does not tell
+    that, and a usual cost would say that twice as many save half of the step."""
+    costs = replace(QUICK, generation=GenerationCost(weights_s=0.002, lane_s=0.01))
+    rollout = {**ROLLOUT, "max_running": 2, "staleness": 1}
+    run = ran(tmp_path, costs, rollout=rollout, placement=SPLIT, steps=10)
+    found = estimate_costs(read_records(run))
+
+    assert found.is_reproduced
+    assert not found.knows_lanes
+    assert "rollout.max_running" not in keys(run)
+    assert not any("rollout.max_running" in line for line in suggestion_lines(run))
+
+
+def test_lanes_of_episodes_with_tools_are_not_suggested(tmp_path: Path) -> None:
+    """As with too few lanes: there twice as many are suggested."""
+    costs = replace(QUICK, generation=GenerationCost(weights_s=0.05), answer_tokens=LogNormal(median=40.0, sigma=0.3))
+    run = ran(tmp_path, costs, rollout={**ROLLOUT, "max_running": 2})
+    found = estimate_costs(read_records(run))
+    with_tools = replace(found, has_turns=True)
+
+    assert "rollout.max_running 2 → 4" in getattr(suggest(found, budget_s=60.0), "text", "")
+    assert with_tools.knows_lanes is False
+    more = suggest(with_tools, budget_s=60.0)
+    assert more is None or "rollout.max_running" not in more.text
+
+
+def test_a_large_batch_gets_a_suggestion_from_a_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 episodes a step, simulated as 16 of them with a quarter of the lanes: the same change, and the same gain."""
+    costs = replace(QUICK, grading_s=LogNormal(median=2.0), graders=4)
+    rollout = {"prompts_per_step": 16, "samples_per_prompt": 4, "max_running": 64}
+    run = ran(tmp_path, costs, rollout=rollout, grading={"workers": 4}, steps=6)
+    whole = suggest(estimate_costs(read_records(run)), budget_s=60.0)
+    monkeypatch.setattr("podium.planning.suggestion._MOST_EPISODES", 16)
+    monkeypatch.setattr("podium.planning.suggestion._BUDGET_S", 60.0)
+    (line,) = suggestion_lines(run)
+    records = read_records(run)
+    part = part_of(records.workload(), records.configuration(), 16)
+    assert part == Part(groups=4)
+    found = suggest(estimate_costs(records, part=part), budget_s=60.0)
+
+    assert whole is not None
+    assert found is not None
+    assert found.base.changes_to(found.change) == whole.base.changes_to(whole.change) == {"grading.workers": ("4", "8")}
+    assert found.saved_s == pytest.approx(whole.saved_s, rel=0.1)
+    assert line == f"suggestion: {found.text}"
+    assert line.endswith(" a step (from a simulation of 1/4 of each batch)")
+
+
+def test_a_batch_that_cannot_be_divided_names_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("podium.planning.suggestion._MOST_EPISODES", 4)
+    run = ran(tmp_path, QUICK, steps=5)
+    assert suggestion_lines(run) == [f"what would be faster: podium plan --from {run}"]
 
 
 def test_overlap_is_suggested_with_its_price(tmp_path: Path) -> None:
