@@ -33,6 +33,9 @@ FAULT_COSTS = replace(
 MOST_FAULTS = 6
 # Of the virtual clock: a hang. Faults make a run of a minute longer by some minutes at most.
 LIMIT_S = 10_000.0
+# More than the faults of a schedule can end.
+UNLIMITED = 100
+RESTARTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,8 @@ class Case:
     layout: str
     staleness: int
     variant: int = 0
+    slots_per_node: int = 1  # generators of a node; there are two nodes
+    restarts: int = UNLIMITED
 
     def recipe(self, folder: Path, **placement: Any) -> GrpoRecipe:
         """Some small steps; workers may die often. Variants evaluate and save every two steps, leave out uniform
@@ -55,12 +60,19 @@ class Case:
             }
         if self.variant % 3 == 1:
             changes["algorithm"] = {"dynamic_sampling": True}
-        joins = {"max_rollout_devices": 4} if self.layout != "colocated" and self.variant % 4 >= 2 else {}
+        joins = {}
+        if self.layout != "colocated":
+            num_apart = 2 * self.slots_per_node
+            joins = {"devices": num_apart + 1, "rollout_devices": num_apart}
+            if self.variant % 4 >= 2:
+                joins["max_rollout_devices"] = 2 * num_apart
         choices = ("recompute", "keep") if self.layout == "elastic" else ("recompute", "keep", "finish")
         in_flight = choices[self.variant // 2 % len(choices)]
         return simulated_recipe(
             folder, steps=max(3, self.staleness + 1), grading={"workers": 2}, **changes,
-            placement={**LAYOUTS[self.layout], **joins, "restarts": 100, "heartbeat_timeout_s": 12.0, **placement},
+            placement={
+                **LAYOUTS[self.layout], **joins, "restarts": self.restarts, "heartbeat_timeout_s": 12.0, **placement,
+            },
             rollout={
                 "staleness": self.staleness, "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES,
                 **({"on_new_weights": in_flight} if self.staleness else {}),
@@ -74,8 +86,9 @@ def fault_recipe(folder: Path, layout: str, staleness: int, **placement: Any) ->
 
 
 def run_with(
-    recipe: GrpoRecipe, faults: Sequence[SimulatedFault] = (), *, seed: int = 0, folder: RunFolder | None = None
-) -> SimulatedRun:
+    recipe: GrpoRecipe, faults: Sequence[SimulatedFault] = (), *, seed: int = 0, folder: RunFolder | None = None,
+    slots_per_node: int = 1,
+) -> SimulatedRun:  # fmt: skip
     """The run of the recipe with these faults, in this folder (default: a new one). A run that was stopped is resumed
     until all its steps are done; times of faults go on from one part to the next, but for those of its start: a run
     whose workers die three times before it begins does not begin."""
@@ -83,8 +96,9 @@ def run_with(
     resume_step: int | None = None
     while True:
         run = simulate_run(
-            grpo, recipe, folder, FAULT_COSTS, seed=seed, resume_step=resume_step, faults=faults, limit_s=LIMIT_S
-        )
+            grpo, recipe, folder, FAULT_COSTS, seed=seed, resume_step=resume_step, faults=faults,
+            slots_per_node=slots_per_node, limit_s=LIMIT_S,
+        )  # fmt: skip
         if run.result.step == recipe.steps:
             return run
         resume_step = run.result.step or None
@@ -124,7 +138,9 @@ class CalmRuns:
         folder = self._folder / f"faults-{next(self._numbers)}"
         shutil.copytree(new, folder)
         try:
-            run = run_with(recipe, faults, seed=case.variant, folder=RunFolder(path=folder))
+            run = run_with(
+                recipe, faults, seed=case.variant, folder=RunFolder(path=folder), slots_per_node=case.slots_per_node
+            )
             check_groups(run, recipe)
             if case.staleness == 0:
                 assert run.weights == calm.weights
@@ -138,7 +154,7 @@ class CalmRuns:
             recipe = case.recipe(place)
             folder, new = RunFolder.create(recipe), place / "new"
             shutil.copytree(folder.path, new)
-            run = run_with(recipe, seed=case.variant, folder=folder)
+            run = run_with(recipe, seed=case.variant, folder=folder, slots_per_node=case.slots_per_node)
             check_groups(run, recipe)
             self._runs[case] = recipe, new, run
         return self._runs[case]
@@ -151,11 +167,15 @@ class Schedule:
         rng = Random(seed)
         layout = rng.choice(sorted(LAYOUTS))
         staleness = 0 if layout == "colocated" else rng.choice([0, 0, 1, 2, 3, 4])
-        self._calm, self.case = calm, Case(layout=layout, staleness=staleness, variant=rng.randrange(12))
+        case = Case(layout=layout, staleness=staleness, variant=rng.randrange(12))
+        if rng.random() < 0.4:  # as a user has it: nodes with several generators, and the default of restarts
+            case = replace(case, slots_per_node=1 if layout == "colocated" else rng.choice((2, 4)), restarts=RESTARTS)
+        self._calm, self.case = calm, case
         recipe, run = calm.of(self.case)
         self.faults = random_faults(
-            recipe, begin_s=FAULT_COSTS.start_s, end_s=1.2 * run.ended_s, most=MOST_FAULTS, seed=seed
-        )
+            recipe, begin_s=FAULT_COSTS.start_s, end_s=1.2 * run.ended_s, most=MOST_FAULTS, seed=seed,
+            slots_per_node=case.slots_per_node, most_deaths=None if case.restarts == UNLIMITED else case.restarts,
+        )  # fmt: skip
 
     def check(self, faults: Sequence[SimulatedFault] | None = None) -> None:
         """Runs with these faults (default: all), and checks what must hold."""

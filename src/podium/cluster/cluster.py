@@ -52,17 +52,18 @@ async def open_inline(*, deadlines: bool = True, tell: Tell = lambda what: None)
 @asynccontextmanager
 async def open_simulated(
     faults: Sequence[WorkerFault | NodeFault] = (), *, start_s: float = 0.0, num_nodes: int = 0,
-    tell: Tell = lambda what: None,
+    slots_per_node: int = 1, tell: Tell = lambda what: None,
 ) -> AsyncIterator[Cluster]:  # fmt: skip
     """The same interface on the virtual clock of `run_virtual`: workers are tasks, and their methods wait with
-    `asyncio.sleep`. A worker starts in `start_s`, and `faults` happen to workers and nodes at their times. `num_nodes`:
-    see `SimulatedTransport`."""
+    `asyncio.sleep`. A worker starts in `start_s`, and `faults` happen to workers and nodes at their times. `num_nodes`
+    and `slots_per_node`: see `SimulatedTransport`."""
     from podium.cluster.simulated import SimulatedTransport
     from podium.cluster.virtual_time import VirtualLoop
 
     if not isinstance(asyncio.get_running_loop(), VirtualLoop):
         raise ClusterError("a simulated cluster needs a virtual clock: start the program with run_virtual(main()).")
-    async with _opened(SimulatedTransport(faults, start_s=start_s, num_nodes=num_nodes), tell=tell) as cluster:
+    transport = SimulatedTransport(faults, start_s=start_s, num_nodes=num_nodes, slots_per_node=slots_per_node)
+    async with _opened(transport, tell=tell) as cluster:
         yield cluster
 
 

@@ -42,14 +42,15 @@ class SimulatedTransport:
     can_be_ended = True
 
     def __init__(
-        self, faults: Sequence[WorkerFault | NodeFault] = (), *, start_s: float = 0.0, num_nodes: int = 0
-    ) -> None:
-        """`start_s`: until a process answers. `num_nodes`: nodes with a GENERATOR_SLOT at the start. Heartbeats are
-        watched if a worker will be silent."""
+        self, faults: Sequence[WorkerFault | NodeFault] = (), *, start_s: float = 0.0, num_nodes: int = 0,
+        slots_per_node: int = 1,
+    ) -> None:  # fmt: skip
+        """`start_s`: until a process answers. `num_nodes`: nodes with `slots_per_node` times a GENERATOR_SLOT at the
+        start. Heartbeats are watched if a worker will be silent."""
         self.can_be_silent = any(isinstance(fault, SimulatedSilence) for fault in faults)
         self._start_s = start_s
         self._processes: dict[tuple[str, int], SimulatedProcess] = {}  # by pool and slot, the newest
-        self._nodes = SimulatedNodes(num_nodes, self._end_on)
+        self._nodes = SimulatedNodes(num_nodes, self._end_on, slots=slots_per_node)
         self._node_of: dict[SimulatedProcess, str] = {}
         loop = asyncio.get_running_loop()
         for fault in faults:

@@ -60,7 +60,7 @@ class SimulatedNotice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedNodeLoss:
-    """A node with room for one generator dies with what it runs. One with its number joins after `seconds`."""
+    """A node with room for generators dies with what it runs. One with its number joins after `seconds`."""
 
     at_s: float
     node: int
@@ -69,7 +69,7 @@ class SimulatedNodeLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedDrain:
-    """A node with room for one generator is drained: it takes no more workers, dies after `grace_s`, and one with its
+    """A node with room for generators is drained: it takes no more workers, dies after `grace_s`, and one with its
     number joins `seconds` later."""
 
     at_s: float
@@ -80,7 +80,7 @@ class SimulatedDrain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedJoin:
-    """A node with room for one generator joins, beyond those of the start."""
+    """A node with room for generators joins, beyond those of the start."""
 
     at_s: float
 
@@ -92,5 +92,5 @@ NodeFault = SimulatedNodeLoss | SimulatedDrain | SimulatedJoin
 """What can happen to a node of the simulated cluster."""
 
 GENERATOR_SLOT = "generator_slot"
-"""The resource of which such a node has one. Slots that need it are on these nodes, and all others on one that lives
-forever."""
+"""The resource of which such a node has one for each of its generators. Slots that need it are on these nodes, and all
+others on one that lives forever."""

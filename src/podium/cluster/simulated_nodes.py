@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes of a simulated cluster that come and go. Each has room for one generator."""
+"""Nodes of a simulated cluster that come and go. Each has room for the same number of generators."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import assert_never
 
@@ -14,12 +15,12 @@ from podium.cluster.simulated_faults import GENERATOR_SLOT, NodeFault, Simulated
 class SimulatedNodes:
     """Living nodes by number. One that joins in place of a lost one has its number and another id."""
 
-    def __init__(self, count: int, end_workers: Callable[[str], None]) -> None:
-        """`end_workers` ends the workers of a node with this id."""
-        self._end_workers, self._num_joined = end_workers, 0
+    def __init__(self, count: int, end_workers: Callable[[str], None], *, slots: int = 1) -> None:
+        """`end_workers` ends the workers of a node with this id. `slots`: of each node."""
+        self._end_workers, self._num_joined, self._slots = end_workers, 0, slots
         self._ids: dict[int, str] = {}
         self._draining: set[str] = set()
-        self._taken: set[str] = set()
+        self._taken: Counter[str] = Counter()  # node -> slots that are reserved
         self._changed = asyncio.Event()
         self._next = count
         for number in range(count):
@@ -29,8 +30,8 @@ class SimulatedNodes:
         """The living nodes."""
         return tuple(
             NodeState(
-                id=id, name=id, total={"CPU": 0.9, GENERATOR_SLOT: 1.0}, is_draining=id in self._draining,
-                free={} if id in self._taken else {"CPU": 0.9, GENERATOR_SLOT: 1.0},
+                id=id, name=id, total=_room(self._slots), free=_room(self._slots - self._taken[id]),
+                is_draining=id in self._draining,
             )
             for _, id in sorted(self._ids.items())
         )  # fmt: skip
@@ -49,9 +50,9 @@ class SimulatedNodes:
         self._taken.update(ids)
 
     def give_back(self, id: str) -> None:
-        """Its slot is free."""
-        if id in self._taken:
-            self._taken.discard(id)
+        """One of its slots is free."""
+        if self._taken[id]:
+            self._taken[id] -= 1
             self._changed.set()
 
     def inject(self, fault: NodeFault) -> None:
@@ -85,3 +86,7 @@ class SimulatedNodes:
             self._num_joined += 1
             self._ids[number] = f"node-{number}.{self._num_joined}"
             self._changed.set()
+
+
+def _room(slots: int) -> dict[str, float]:
+    return {"CPU": 0.9 * slots, GENERATOR_SLOT: float(slots)}

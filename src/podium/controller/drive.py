@@ -95,7 +95,8 @@ async def _drive(
     watch, names = Stopwatch(), role_names(recipe)
     supervision, predecessor = SUPERVISION.get(), predecessor_of(folder.path)
     recovery = RecoveryPlan(
-        0 if steps.recorded is not None else recipe.placement.restarts,
+        recipe.placement.restarts,
+        goes_back=steps.recorded is None,
         on_progress=supervision.note_progress if supervision is not None else lambda: None,
     )
     memory: AbstractContextManager[None] = nullcontext()
@@ -138,7 +139,8 @@ async def _evaluate(
         from podium.controller.assembly import evaluate_once
 
         with ExitStack() as stack:
-            await evaluate_once(assembled.inputs, await assembled.open(assembled.inputs, stack, RecoveryPlan(0)))
+            plan = RecoveryPlan(recipe.placement.restarts, goes_back=False)
+            await evaluate_once(assembled.inputs, await assembled.open(assembled.inputs, stack, plan))
 
 
 def _cancel_on_end(interrupts: InterruptHandler) -> None:

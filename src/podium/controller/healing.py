@@ -17,7 +17,7 @@ from podium.controller.assembly import Inputs, begin_run, open_parts
 from podium.controller.drive import StepChoice
 from podium.controller.layout import RoleNames
 from podium.controller.parts import OnPolicyParts
-from podium.controller.recovery import Abort, Death, RecoveryPlan, Respawn, Rewind
+from podium.controller.recovery import Abort, Death, GiveUp, RecoveryPlan, Respawn, Retry, Rewind
 from podium.controller.rewinding import death_of, milestones_of_killed, recorded_step, rewind
 from podium.controller.run import OnPolicyRun
 from podium.controller.watching import hang_reporter, saying_what_takes_long
@@ -127,10 +127,12 @@ async def _rewound(
                     case Abort(reason=reason):
                         console.warning(f"{death.cause} The run ends: {reason}.")
                         raise error
-                    case Respawn() | Rewind() if assembled.cluster.failure() is None:
-                        console.warning(f"{death.cause} Its workers are replaced.")
-                    case Respawn() | Rewind():
+                    case _ if assembled.cluster.failure() is not None:
                         raise error
+                    case Rewind():
+                        console.warning(f"{death.cause} Its workers are replaced.")
+                    case Retry() | GiveUp() | Respawn() as remedy:
+                        raise AssertionError(f"{remedy} is no answer where nobody goes on")
                     case other:
                         assert_never(other)
             try:

@@ -17,7 +17,7 @@ from podium.cluster.deadlines import now_s
 from podium.cluster.health import Leaving
 from podium.controller.layout import ROLLOUT
 from podium.controller.parts import OnPolicyParts
-from podium.controller.recovery import Abort, Death, Respawn, Rewind
+from podium.controller.recovery import Abort, Death, GiveUp, Respawn, Retry, Rewind
 from podium.controller.state import RunState
 from podium.errors import ClusterError, PlacementError, WorkerDiedError
 from podium.recipe import OnPolicyRecipe
@@ -137,11 +137,14 @@ class Membership:
         cause = str(error).splitlines()[0]
         has_left = self._leaving.pop(rank, None)
         if has_left is None:
-            match self._parts.recovery.decide(Death(part="generator", cause=cause, others_go_on=True)):
+            death = Death(part="generator", cause=cause, slots=(rank,), others_go_on=True)
+            match self._parts.recovery.decide(death):
                 case Respawn():
                     self._parts.log.console.warning(f"{cause} It is replaced, and its episodes are run again.")
-                case Rewind() | Abort():
+                case Abort():
                     raise error
+                case Retry() | GiveUp() | Rewind() as remedy:
+                    raise AssertionError(f"{remedy} is no answer to the death of a generator while others go on")
                 case other:
                     assert_never(other)
             self._vacancies[rank] = _Vacancy(cause=cause, since_s=now_s())
@@ -228,10 +231,11 @@ class Membership:
             )
             await asyncio.sleep(_TRY_AGAIN_S)
             return True
-        remedy = self._parts.recovery.decide(Death(part="generator", cause=cause, others_go_on=True))
-        if isinstance(error, WorkerDiedError) and isinstance(remedy, Respawn):
-            self._parts.log.console.warning(f"{cause} It is replaced.")
-            return True
+        if isinstance(error, WorkerDiedError):
+            remedy = self._parts.recovery.decide(Death(part="generator", cause=cause, others_go_on=True))
+            if isinstance(remedy, Respawn):
+                self._parts.log.console.warning(f"{cause} It is replaced.")
+                return True
         self._fail(error)
         return False
 

@@ -12,7 +12,7 @@ from podium.cluster import Workers
 from podium.cluster.blocking import in_thread
 from podium.cluster.fanout import OverdueError
 from podium.controller.assembly import Inputs, state_handles
-from podium.controller.layout import ROLLOUT, RUNNER, RUNNERS, TRAIN, RoleNames, state_folders
+from podium.controller.layout import GRADERS, ROLLOUT, RUNNER, RUNNERS, TRAIN, RoleNames, state_folders
 from podium.controller.ledger import LEDGER_FILE, Ledger
 from podium.controller.phases import GENERATOR
 from podium.controller.recovery import Death, Part
@@ -28,14 +28,17 @@ from podium.runs.milestones import Milestones
 from podium.runs.standing import HELDOUT
 from podium.runs.step_files import recorded_steps
 
-_PARTS: Mapping[str, Part] = {TRAIN: "learner", ROLLOUT: "generator", RUNNERS: "runner"}
+_PARTS: Mapping[str, Part] = {TRAIN: "learner", ROLLOUT: "generator", RUNNERS: "runner", GRADERS: "grader"}
 
 
 def death_of(error: WorkerDiedError | OverdueError, workers: Workers) -> Death:
     """Which part of the run died. The learner's comes first: it needs the others."""
     dead = [pool for pool in _PARTS if pool in workers.pools and workers.is_damaged(pool)]
-    part: Part = _PARTS[dead[0]] if dead else "learner"
-    return Death(part=part, cause=str(error).splitlines()[0])
+    cause = str(error).splitlines()[0]
+    if not dead or dead[0] == TRAIN:  # learners are replaced together
+        return Death(part="learner", cause=cause)
+    pool = workers.worker_pool(dead[0])
+    return Death(part=_PARTS[dead[0]], cause=cause, slots=tuple(sorted({*pool.dead, *pool.unfinished})))
 
 
 async def rewind(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helpers.simulated_faults import FAULT_COSTS, CalmRuns, Case, check_groups, fault_recipe, run_with
+from helpers.simulated_faults import FAULT_COSTS, RESTARTS, CalmRuns, Case, check_groups, fault_recipe, run_with
 from helpers.simulated_runs import simulated_recipe
 from podium.cluster.simulated_faults import (
     SimulatedDeath,
@@ -23,6 +23,7 @@ from podium.cluster.simulated_faults import (
 from podium.controller.simulation.controlled import SimulatedRun, simulate_run
 from podium.errors import PlacementError, RecipeError, WorkerDiedError
 from podium.programs.grpo import grpo
+from podium.recipe.schema import OnPolicyPlacementSection
 from podium.runs.events import membership_changes, recoveries
 from podium.runs.folder import RunFolder
 
@@ -57,6 +58,49 @@ def test_a_run_goes_on_with_fewer_generators_when_a_node_is_gone(
     assert run.ended_s < 3 * calm.ended_s  # it waits for nobody
     assert run.weights == calm.weights
     check_groups(run, recipe)
+
+
+@pytest.mark.parametrize("layout", ["split", "elastic"])
+@pytest.mark.parametrize("offset_s", [-0.3, 0.5, None], ids=["in an update", "in generation", "in an evaluation"])
+def test_a_node_dies_with_more_generators_than_placement_restarts(
+    calm_runs: CalmRuns, layout: str, offset_s: float | None
+) -> None:
+    """They are four deaths of different workers, and none of them fails again and again."""
+    is_evaluation = offset_s is None
+    case = Case(layout=layout, staleness=0, variant=int(is_evaluation), slots_per_node=4, restarts=RESTARTS)
+    recipe, calm = calm_runs.of(case)
+    assert recipe.placement.restarts == OnPolicyPlacementSection().restarts == 3
+    at_s = calm.committed_s[1] + (1.5 if offset_s is None else offset_s)
+
+    run = calm_runs.with_faults(case, [SimulatedNodeLoss(at_s=at_s, node=0, seconds=FOREVER_S)])
+
+    assert run.weights == calm.weights
+    assert run.ended_s < 3 * calm.ended_s
+
+
+def test_all_generators_of_a_run_may_die_at_once(calm_runs: CalmRuns) -> None:
+    case = Case(layout="split", staleness=0, slots_per_node=4, restarts=1)
+    _, calm = calm_runs.of(case)
+    losses = [SimulatedNodeLoss(at_s=calm.committed_s[0] + 0.5, node=node, seconds=5.0) for node in (0, 1)]
+
+    run = calm_runs.with_faults(case, losses)
+
+    assert run.weights == calm.weights
+    assert run.ended_s > losses[0].at_s + 5.0
+
+
+def test_a_generator_whose_successors_die_ends_the_run(tmp_path: Path) -> None:
+    """The budget is one of each generator: here it is the same one that dies four times in a step."""
+    calm = run_with(fault_recipe(tmp_path / "calm", "split", 0, devices=2, rollout_devices=1))
+    begin_s = calm.committed_s[0] + 0.5
+    deaths = [SimulatedDeath(at_s=begin_s + 2.5 * number, pool="rollout", slot=0) for number in range(4)]
+
+    run = run_with(fault_recipe(tmp_path / "three", "split", 0, devices=2, rollout_devices=1, restarts=3), deaths[:3])
+    assert run.weights == calm.weights
+    assert [each.step for each in recoveries(run.result.folder)] == [1, 1, 1]
+
+    with pytest.raises(WorkerDiedError, match=r"rollout\[0\]"):
+        run_with(fault_recipe(tmp_path / "four", "split", 0, devices=2, rollout_devices=1, restarts=3), deaths)
 
 
 def test_a_generator_joins_when_there_is_a_node_again(tmp_path: Path, calm_runs: CalmRuns) -> None:

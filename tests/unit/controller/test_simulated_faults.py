@@ -4,12 +4,13 @@ group is trained once, and at staleness 0 the weights (a digest of all updates) 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from helpers.simulated_faults import FAULT_COSTS, LAYOUTS, CalmRuns, Case, Schedule, fault_recipe, run_with
+from helpers.simulated_faults import FAULT_COSTS, LAYOUTS, RESTARTS, CalmRuns, Case, Schedule, fault_recipe, run_with
 from podium.cluster.simulated_faults import (
     SimulatedDeath,
     SimulatedDelay,
@@ -75,6 +76,14 @@ FOUND: dict[str, tuple[Case, list[SimulatedFault]]] = {
 @pytest.mark.parametrize("case", FOUND)
 def test_what_random_faults_have_found(calm_runs: CalmRuns, case: str) -> None:
     calm_runs.with_faults(*FOUND[case])
+
+
+@pytest.mark.parametrize("seed", [27, 33, 40])
+def test_nodes_with_several_generators_die_under_the_default_of_restarts(calm_runs: CalmRuns, seed: int) -> None:
+    """With deaths of all generators counted together, the first two ended."""
+    schedule = Schedule(calm_runs, seed)
+    assert (schedule.case.slots_per_node, schedule.case.restarts) in [(2, RESTARTS), (4, RESTARTS)]
+    schedule.check()
 
 
 @pytest.mark.slow
@@ -284,6 +293,22 @@ def test_random_faults_are_of_all_kinds_and_in_all_pools(tmp_path: Path) -> None
     slots = {(fault.pool, fault.slot) for fault in faults if hasattr(fault, "slot")}
     assert slots == {("train", 0), ("rollout", 0), ("rollout", 1), ("graders", 0), ("graders", 1)}
     assert all(fault.at_s >= 0.0 for fault in faults)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_faults_leave_it_at_so_many_deaths_of_a_worker(tmp_path: Path, seed: int) -> None:
+    case = Case(layout="split", staleness=0, slots_per_node=4)
+
+    faults = random_faults(case.recipe(tmp_path), end_s=60.0, most=20, seed=seed, slots_per_node=4, most_deaths=3)
+
+    of_nodes = [each for each in faults if isinstance(each, SimulatedNodeLoss | SimulatedDrain)]
+    kills = (SimulatedDeath, SimulatedLoss, SimulatedSilence, SimulatedNotice)
+    of_workers = Counter((each.pool, each.slot) for each in faults if isinstance(each, kills))
+    of_workers += Counter((each.pool, each.slot) for each in faults if isinstance(each, SimulatedDelay) for _ in "12")
+    assert all(count <= 3 for count in of_workers.values())
+    apart = [count for (pool, _), count in of_workers.items() if pool == "rollout"]
+    assert max(apart, default=0) + len(of_nodes) <= 3
+    assert all(each.node < 2 for each in of_nodes)
 
 
 def test_the_shortest_part_of_faults_that_fails() -> None:

@@ -59,22 +59,25 @@ class SimulatedRun:
 
 def simulate_run(
     program: ControlledProgram, recipe: OnPolicyRecipe, folder: RunFolder, costs: CostModel, *, seed: int = 0,
-    resume_step: int | None = None, faults: Sequence[SimulatedFault] = (), limit_s: float = math.inf,
+    resume_step: int | None = None, faults: Sequence[SimulatedFault] = (), slots_per_node: int = 1,
+    limit_s: float = math.inf,
 ) -> SimulatedRun:  # fmt: skip
     """Runs the program to the recipe's last step, or until a SimulatedStop. The recipe is resolved, and the folder is
     that of the run. Every engine has `rollout.max_running` lanes, by default those of a CPU. The run recovers from
-    `faults` as a real one does. Raises a ClusterError if it has not ended after `limit_s` virtual seconds."""
+    `faults` as a real one does. Nodes with generators that are apart have room for `slots_per_node`. Raises a
+    ClusterError if the run has not ended after `limit_s` virtual seconds."""
     lanes = recipe.rollout.running_on("cpu")
     run_costs = RunCosts(
         model=costs, lanes=lanes, samples=recipe.rollout.samples_per_prompt, seed=seed,
         slowness=tuple(each for each in faults if isinstance(each, SimulatedSlowness)),
     )  # fmt: skip
-    return run_virtual(_run(program, recipe, folder, run_costs, resume_step, faults), limit_s=limit_s)
+    run = _run(program, recipe, folder, run_costs, resume_step, faults, slots_per_node)
+    return run_virtual(run, limit_s=limit_s)
 
 
 async def _run(
     program: ControlledProgram, recipe: OnPolicyRecipe, folder: RunFolder, costs: RunCosts, resume_step: int | None,
-    faults: Sequence[SimulatedFault],
+    faults: Sequence[SimulatedFault], slots_per_node: int,
 ) -> SimulatedRun:  # fmt: skip
     names, console, loop = role_names(recipe), _CommitTimes(), asyncio.get_running_loop()
     inputs = read_inputs(recipe, folder, resume_step, EstimatedTokenizer())
@@ -86,8 +89,11 @@ async def _run(
         if isinstance(fault, SimulatedStop):
             loop.call_at(fault.at_s, folder.stop_file.touch)
     layout = simulated_layout(layout, costs)
-    num_nodes = sum(pool.num_first for pool in layout.pools if pool.name == ROLLOUT)
-    async with open_simulated(of_cluster, start_s=costs.model.start_s, num_nodes=num_nodes) as cluster:
+    num_apart = sum(pool.num_first for pool in layout.pools if pool.name == ROLLOUT)
+    async with open_simulated(
+        of_cluster, start_s=costs.model.start_s, num_nodes=math.ceil(num_apart / slots_per_node),
+        slots_per_node=slots_per_node,
+    ) as cluster:  # fmt: skip
         with watch.span("start-up"):
             workers = await cluster.start(layout, timeouts, deadline_s=_FOREVER_S)
         assembled = Assembled(
@@ -102,7 +108,7 @@ async def _run(
 
 
 def simulated_layout(layout: Layout, costs: RunCosts) -> Layout:
-    """The same pools and roles, each role simulated, and each generator apart on a node of its own. Raises a
+    """The same pools and roles, each role simulated, and each generator apart on nodes for such. Raises a
     ClusterError for a role that is not simulated."""
     unknown = [role.name for role in layout.roles if role.kind not in _SIMULATED]
     if unknown:

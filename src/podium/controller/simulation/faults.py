@@ -4,9 +4,12 @@ Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 from random import Random
+from typing import assert_never
 
 from podium.cluster.simulated_faults import (
     NodeFault,
@@ -41,14 +44,17 @@ _KINDS: tuple[type[SimulatedFault], ...] = (
 
 
 def random_faults(
-    recipe: OnPolicyRecipe, *, begin_s: float = 0.0, end_s: float, most: int, seed: int
-) -> tuple[SimulatedFault, ...]:
+    recipe: OnPolicyRecipe, *, begin_s: float = 0.0, end_s: float, most: int, seed: int, slots_per_node: int = 1,
+    most_deaths: int | None = None,
+) -> tuple[SimulatedFault, ...]:  # fmt: skip
     """Up to `most` faults of all kinds between these times of a run, for learners, generators and graders, and for the
     nodes of generators that are apart. Half of the silences are shorter than the heartbeat timeout. Some faults follow
-    the one before them closely, so that they come during its recovery."""
+    the one before them closely, so that they come during its recovery. `most_deaths`: of one worker, and of all
+    learners together; faults that could make it more are left out."""
     rng = Random(seed)
     slots = _slots(recipe)
-    pools, num_nodes = sorted({pool for pool, _ in slots}), sum(pool == ROLLOUT for pool, _ in slots)
+    pools = sorted({pool for pool, _ in slots})
+    num_nodes = ceil(sum(pool == ROLLOUT for pool, _ in slots) / slots_per_node)
     faults: list[SimulatedFault] = []
     at_s = 0.0
     for _ in range(rng.randint(1, most)):
@@ -60,7 +66,31 @@ def random_faults(
         pool = rng.choice(pools)
         _, slot = rng.choice([each for each in slots if each[0] == pool])
         faults.append(_random_fault(rng, recipe, at_s, pool, slot))
-    return tuple(sorted(faults, key=lambda each: each.at_s))
+    faults.sort(key=lambda each: each.at_s)
+    return tuple(faults if most_deaths is None else _with_few_deaths(faults, most_deaths))
+
+
+def _with_few_deaths(faults: Sequence[SimulatedFault], most: int) -> Iterator[SimulatedFault]:
+    """Those that leave it at so many deaths of one worker. A generator that has moved is on another node, so that the
+    fault of a node may be the death of any of them."""
+    deaths, of_nodes = Counter[tuple[str, int]](), 0
+    for fault in faults:
+        match fault:
+            case SimulatedNodeLoss() | SimulatedDrain():
+                if max((count for (pool, _), count in deaths.items() if pool == ROLLOUT), default=0) + of_nodes < most:
+                    of_nodes += 1
+                    yield fault
+            case SimulatedDeath() | SimulatedSilence() | SimulatedDelay() | SimulatedLoss() | SimulatedNotice():
+                # Replies that are late for long may be the death of a worker, and of the one after it.
+                place = fault.pool, 0 if fault.pool == TRAIN else fault.slot
+                count = 2 if isinstance(fault, SimulatedDelay) else 1
+                if deaths[place] + count + (of_nodes if fault.pool == ROLLOUT else 0) <= most:
+                    deaths[place] += count
+                    yield fault
+            case SimulatedJoin() | SimulatedSlowness() | SimulatedStop():
+                yield fault
+            case other:
+                assert_never(other)
 
 
 def _slots(recipe: OnPolicyRecipe) -> list[tuple[str, int]]:
