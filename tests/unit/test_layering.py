@@ -14,10 +14,9 @@ import podium
 
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
-    "errors", "disk", "cgroups", "importing", "progress", "recipe", "observe", "algorithms", "data", "environments",
-    "models",
-    "engine", "weights", "rollout", "gateway", "runs", "cluster", "roles", "controller", "spmd", "programs",
-    "planning", "dry_run", "ui", "mesh_checks", "checks", "memory_checks",
+    "errors", "disk", "cgroups", "importing", "progress", "stack_dumps", "recipe", "observe", "algorithms", "data",
+    "environments", "models", "engine", "weights", "rollout", "gateway", "runs", "cluster", "roles", "controller",
+    "spmd", "programs", "planning", "dry_run", "ui", "mesh_checks", "checks", "memory_checks",
     "pipeline_checks", "python_hints", "python_objects", "recipe_arguments", "generating", "serving", "execution",
     "evaluating", "replaying", "drafting", "trying", "api", "commands", "cli", "supervising",
 )  # fmt: skip
@@ -28,6 +27,7 @@ TORCH_FREE = (
     "cgroups",
     "importing",
     "progress",
+    "stack_dumps",
     "recipe",
     "observe",
     "runs",

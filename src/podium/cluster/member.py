@@ -13,7 +13,7 @@ from podium.cluster.health import Died, Leaving, WhereReport
 from podium.cluster.identity import WorkerId
 from podium.cluster.messages import Beat, Whereabouts
 from podium.cluster.transport import GoneError, Process
-from podium.runs.stack_dumps import dumped_stacks
+from podium.stack_dumps import dumped_stacks
 
 # How long the other workers may take to answer `where` when one is late.
 _WHERE_S = 2.0

@@ -14,7 +14,7 @@ from podium.cluster.host import RoleHost, extend_import_path
 from podium.cluster.messages import Attached, Beat, Call, Handshake, Invoke, Reply, Whereabouts
 from podium.cluster.ray_arguments import PackedArguments, unpack
 from podium.cluster.ray_compat import forget_token
-from podium.runs.stack_dumps import allow_dumps
+from podium.stack_dumps import allow_dumps
 
 
 # `work` is one thread, always the same: device, grad mode and the order of collectives belong to it. The others answer

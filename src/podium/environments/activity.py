@@ -8,7 +8,7 @@ import mmap
 import threading
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextvars import ContextVar
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 _BEATS, _ENTRIES, _OVER_BYTES, _FIRST_SLOT = 0, 1, 2, 3
@@ -96,10 +96,10 @@ class Mark:
 
 class _Driven:
     def __init__(self, awaitable: Awaitable[Any], mark: Mark) -> None:
-        self._awaitable, self._mark = awaitable, mark
+        self.awaitable, self._mark = awaitable, mark
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        inner: Any = self._awaitable.__await__()
+        inner: Any = self.awaitable.__await__()
         value: Any = None
         error: BaseException | None = None
         while True:
@@ -112,6 +112,12 @@ class _Driven:
                 value, error = (yield signal), None
             except BaseException as raised:  # cancellation, for instance, which user code can catch
                 value, error = None, raised
+
+
+def driven_in(frame: FrameType) -> Awaitable[Any] | None:
+    """The user's awaitable that a frame of `Mark.driven` runs; None: it is a frame of something else."""
+    driven = frame.f_locals.get("self")
+    return driven.awaitable if isinstance(driven, _Driven) else None
 
 
 # Of the user code that this task or thread runs; None if it is not tracked.

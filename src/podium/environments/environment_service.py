@@ -11,6 +11,7 @@ from podium.data.tasks import Task
 from podium.environments.activity import MARK, Activity, Mark
 from podium.environments.agents import AgentCall
 from podium.environments.environment_factory import environment_maker
+from podium.environments.given_up import joined, notes_of
 from podium.environments.protocol import OVERDUE, Observation, Outcome, Turn, call_within
 from podium.environments.sandbox.pool import use_recipe_sandbox
 from podium.environments.tools import all_tools, load_tools
@@ -111,7 +112,7 @@ class _NotMadeError(Exception):
 
 
 def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, _NotMadeError) else exception_text(error)
+    return str(error) if isinstance(error, _NotMadeError) else joined(exception_text(error), *notes_of(error))
 
 
 def _places(environment: Any) -> dict[str, str]:

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from podium.data.trajectories import TrajectoryId
 from podium.environments.activity import Mark
+from podium.environments.given_up import GIVEN_UP
 from podium.environments.lanes import AsyncLane, SyncLane, Work
 from podium.environments.rewards import Reward, RewardResult, Sample
 
@@ -180,7 +181,7 @@ class EpisodeGrader:
                 return None
             self._lanes.append(lane)
             num_hanging += 1
-            work.fail(hanging, self._too_slow())
+            work.fail(hanging, GIVEN_UP.noted(self._too_slow()))
             work.tell(hanging)
             begin = hanging + 1
         return None
@@ -205,7 +206,7 @@ class EpisodeGrader:
                 num_hanging += bool(abandoned.culprits)
                 for position in abandoned.culprits:
                     why = f"{self._too_slow(timeout_s)}: it blocks the event loop; await what waits, or write `def`"
-                    work.fail(position, why)
+                    work.fail(position, GIVEN_UP.noted(why))
                     work.tell(position)
         finally:
             if is_apart and lane is not None and lane not in self._lanes:

@@ -11,6 +11,7 @@ import asyncio
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from podium.data.tasks import Task
@@ -57,10 +58,12 @@ class EnvironmentHost:
     """The environment processes of one episode runner. For one event loop; `open` first, and `close` in the end."""
 
     def __init__(
-        self, section: EnvironmentSection, *, output: OutputCap, sandbox: SandboxSection | None = None
-    ) -> None:
-        """Starts the first process without waiting for it. `sandbox`: the recipe's, for environments that use it."""
-        self._section, self._output, self._sandbox = section, output, sandbox
+        self, section: EnvironmentSection, *, output: OutputCap, sandbox: SandboxSection | None = None,
+        stacks: Path | None = None,
+    ) -> None:  # fmt: skip
+        """Starts the first process without waiting for it. `sandbox`: the recipe's, for environments that use it.
+        `stacks`: the file for stacks of what hangs."""
+        self._section, self._output, self._sandbox, self._stacks = section, output, sandbox, stacks
         self._num_places = (section.concurrency, *_RETRY_EPISODES)
         self._processes: tuple[list[_Process], ...] = ([self._spawned(0)], [], [])
         self._room: Sequence[asyncio.Semaphore | None] = ()
@@ -156,6 +159,7 @@ class EnvironmentHost:
             EnvironmentService, (self._section, self._sandbox), num_slots=num_places,
             limit_s=self._section.timeout_s,
             memory=MemoryLimit("environment.memory_gib", self._section.memory_gib), output=self._output,
+            stacks=self._stacks,
         )  # fmt: skip
         return _Process(process, num_places)
 

@@ -80,6 +80,7 @@ class HostedGrader:
         user = UserProcess(
             RewardService, (self._spec,), num_slots=self._spec.num_slots, limit_s=self._spec.timeout_s,
             memory=MemoryLimit("grading.memory_gib", self._spec.memory_gib), output=self._output,
+            stacks=self._spec.stacks,
         )  # fmt: skip
         self._processes = [each for each in self._processes if not each.user.is_over]
         self._processes.append(_RewardProcess(user))

@@ -19,6 +19,7 @@ from podium.data.masks import Tools
 from podium.data.tasks import Task
 from podium.environments.activity import MARK, Mark
 from podium.environments.chat_format import Call
+from podium.environments.given_up import GIVEN_UP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -128,10 +129,13 @@ async def call_within(timeout_s: float | None, function: Callable[..., Any], /, 
         running.cancel()
         raise
     if not done:
+        error = TimeoutError(f"took longer than {timeout_s:g} s and was given up")
+        if (note := GIVEN_UP.note(str(error), running)) is not None:
+            error.add_note(note)  # apart from the text: a model may read that
         running.cancel()
         running.add_done_callback(_forget)
         OVERDUE.append(running)
-        raise TimeoutError(f"took longer than {timeout_s:g} s and was given up")
+        raise error
     if running.cancelled():
         raise RuntimeError("cancelled itself")
     return running.result()

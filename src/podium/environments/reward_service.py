@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from podium.environments.activity import Activity, Mark
@@ -32,6 +33,7 @@ class RewardSpec:
     memory_gib: float | None = None  # of one process and all that it starts; None: no limit
     judging: JudgingPlace = field(default_factory=JudgingPlace)
     sandbox: SandboxSection = field(default_factory=SandboxSection)
+    stacks: Path | None = None  # the file for stacks of what hangs
 
     @property
     def num_slots(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from podium.data.kinds import Message
 from podium.data.tasks import Task
 from podium.environments.chat_format import Call, ToolCall
+from podium.environments.given_up import joined, notes_of
 from podium.environments.protocol import Observation, Outcome, Turn, call_within
 from podium.environments.tool_results import ToolResultError, result_text
 from podium.environments.tool_schemas import ArgumentError, ToolArguments, read_docstring
@@ -111,7 +112,8 @@ async def run_tool(tool: Tool, arguments: Mapping[str, Any], *, timeout_s: float
     except ArgumentError as error:
         return _failed(str(error), max_chars)
     except TimeoutError as error:
-        return _failed(f"{tool.name} {error or 'timed out'}", max_chars)
+        failed, notes = _failed(f"{tool.name} {error or 'timed out'}", max_chars), notes_of(error)
+        return replace(failed, warning=joined(f"the tool {tool.name} {error}", *notes)) if notes else failed
     except Exception as error:  # the tool is the user's code
         failed = _failed(f"{type(error).__name__}: {error}", max_chars)
         return replace(failed, warning=f"the tool {tool.name} {what_raised(error)}", is_tools_fault=True)

@@ -10,13 +10,18 @@ import pickle
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from podium.environments.activity import Activity
 from podium.environments.frames import FrameProtocol, Kind
+from podium.environments.given_up import GIVEN_UP
 from podium.errors import PodiumError
+from podium.stack_dumps import allow_dumps
 
 _BEAT_S = 0.05
+USER_CODE = "user code"
+"""How these processes are known when their stacks are asked for."""
 EXIT_CLOSED = 249
 """Exit code of a process whose descriptors user code has closed."""
 
@@ -33,9 +38,11 @@ class Service(Protocol):
         ...
 
 
-def main(connection: int, file: int, num_slots: int) -> None:
+def main(connection: int, file: int, num_slots: int, stacks: str | None) -> None:
     """Serves until the worker closes the connection. Arguments: the descriptors of the socket and of the activity file,
-    and its slots."""
+    and its slots; the file for stacks of calls that are given up, if there is one."""
+    allow_dumps(USER_CODE)
+    GIVEN_UP.write_to(None if stacks is None else Path(stacks))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -20,14 +20,18 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from podium.environments.activity import Activity
 from podium.environments.frames import FrameProtocol, Kind
+from podium.environments.given_up import joined, stacks_in
 from podium.environments.output_cap import OutputCap
 from podium.environments.protocol import CallFailedError
-from podium.environments.user_main import EXIT_CLOSED
+from podium.environments.supervisor import descendants
+from podium.environments.user_main import EXIT_CLOSED, USER_CODE
 from podium.errors import PodiumError, RecipeError, RolloutError
+from podium.stack_dumps import append_stacks, dumped_stacks, dumper_name
 
 _START_S = 120.0  # for the interpreter and for importing the user's modules
 _EXIT_S = 2.0
@@ -95,17 +99,19 @@ class UserProcess:
 
     def __init__(
         self, service: type[Any], arguments: tuple[Any, ...], *, num_slots: int, limit_s: float, memory: MemoryLimit,
-        output: OutputCap,
+        output: OutputCap, stacks: Path | None = None,
     ) -> None:  # fmt: skip
         """Starts the process without waiting for it. `limit_s`: the longest time that user code may block the process's
-        event loop or interpreter."""
+        event loop or interpreter. `stacks`: the file for the stacks of a process that is blocked, and of calls that are
+        given up in it."""
+        self._stacks = stacks
         self._order, self._memory = (service, arguments), memory
         self._limit_s = limit_s + _GRACE_S
         with tempfile.TemporaryFile() as file:
             file.truncate(Activity.num_bytes(num_slots))
             self._socket, theirs = socket.socketpair()
             with theirs:
-                self._popen = _popen(theirs.fileno(), file.fileno(), num_slots, memory.num_bytes)
+                self._popen = _popen(theirs.fileno(), file.fileno(), num_slots, memory.num_bytes, stacks)
             self._activity = Activity(file.fileno(), num_slots)
         output.forward(self._popen)
         self._finalizer = weakref.finalize(self, _kill, self._popen)
@@ -256,9 +262,25 @@ class UserProcess:
         if now != seen:
             seen, since = now, time.monotonic()
         elif time.monotonic() - since > self._limit_s:
-            self.kill(f"blocked its process for longer than {self._limit_s - _GRACE_S:g} s")
+            self._ending = asyncio.ensure_future(self._end_blocked())
             return
         self._look_later(seen, since)
+
+    async def _end_blocked(self) -> None:
+        """Kills a process that user code blocks, after it has shown where."""
+        cause, file = f"blocked its process for longer than {self._limit_s - _GRACE_S:g} s", self._stacks
+        if file is not None:
+            dump = await asyncio.get_running_loop().run_in_executor(None, self._dumped)
+            if dump is not None and append_stacks(file, f"user code {cause}, and was here:", dump):
+                cause = joined(cause, stacks_in(file))
+        self.kill(cause)
+
+    def _dumped(self) -> str | None:
+        """The stacks of the process. Blocks for up to a second."""
+        # User code may have forked others, which are below it.
+        found = (pid for pid in descendants(self._popen.pid) if dumper_name(pid) == USER_CODE)
+        pid = next(found, None)
+        return None if pid is None else dumped_stacks(pid)
 
     def _look_later(self, seen: tuple[int, int], since: float) -> None:
         after_s = min(_LOOK_S, self._limit_s / 4)
@@ -270,7 +292,9 @@ def _heard(answer: asyncio.Future[Any]) -> None:
         answer.exception()
 
 
-def _popen(connection: int, file: int, num_slots: int, memory_bytes: int | None) -> subprocess.Popen[bytes]:
+def _popen(
+    connection: int, file: int, num_slots: int, memory_bytes: int | None, stacks: Path | None
+) -> subprocess.Popen[bytes]:
     """Starts the outer supervisor in a separate session: the controller handles Ctrl-C, and user code has no
     terminal."""
     options = {
@@ -280,7 +304,10 @@ def _popen(connection: int, file: int, num_slots: int, memory_bytes: int | None)
             "over_at": Activity.OVER_AT,
         },
         "path": [entry or os.getcwd() for entry in sys.path],
-        "main": {"connection": connection, "file": file, "num_slots": num_slots},
+        "main": {
+            "connection": connection, "file": file, "num_slots": num_slots,
+            "stacks": None if stacks is None else str(stacks),
+        },
     }  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-c", _MAIN, json.dumps(options)],

@@ -11,6 +11,7 @@ from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, zip_longest
+from pathlib import Path
 
 import numpy as np
 
@@ -66,6 +67,7 @@ class RunnerSpec:
     deadline_s: float = 600.0  # of one call to a generator
     sandbox: SandboxSection | None = None
     has_rewards: bool = True  # whether the recipe grades episodes
+    stacks: Path | None = None  # the file for stacks of environments that hang
 
 
 class EpisodeRunner(EpisodeSource):
@@ -78,7 +80,7 @@ class EpisodeRunner(EpisodeSource):
         self._context, self._spec = context, spec
         self._output = OutputCap(f"the environment of {context.worker}")
         self._host = EnvironmentHost(  # starts while the tokenizer is read
-            spec.environment, output=self._output, sandbox=spec.sandbox
+            spec.environment, output=self._output, sandbox=spec.sandbox, stacks=spec.stacks
         )
         weakref.finalize(self, self._host.close)  # a role that is dropped with its worker
         tokenizer = load_tokenizer(spec.model)

@@ -39,6 +39,7 @@ from podium.recipe import (
 from podium.recipe.on_policy import SandboxSection
 from podium.roles.carriers import Floats, GradeNote, GraderFacts, GradeShard
 from podium.roles.texts import EpisodeText, TextReader
+from podium.runs.folder import RunFolder
 
 _CLOSING_S = 10.0
 # Training rows that are compared with held-out ones.
@@ -61,6 +62,7 @@ class GraderSpec:
     memory_gib: float | None = None
     judging: JudgingPlace = field(default_factory=JudgingPlace)
     sandbox: SandboxSection = field(default_factory=SandboxSection)
+    stacks: Path | None = None  # the file for stacks of rewards that hang
 
     @classmethod
     def of(cls, recipe: OnPolicyRecipe, run: Path | None = None) -> GraderSpec:
@@ -75,6 +77,7 @@ class GraderSpec:
             memory_gib=recipe.grading.memory_gib,
             judging=JudgingPlace(processes=recipe.grading.workers, folder=None if run is None else run / "judge_cache"),
             sandbox=recipe.sandbox_section,
+            stacks=None if run is None else RunFolder(path=run).stacks_file,
         )
 
 
@@ -129,6 +132,7 @@ class Grader:
             memory_gib=spec.memory_gib,
             judging=spec.judging,
             sandbox=spec.sandbox,
+            stacks=spec.stacks,
         )
         self._thread = _GradingThread(lambda: HostedGrader(rewards, output=output))
         self._finalizer = weakref.finalize(self, self._thread.close)  # a role that is dropped with its worker

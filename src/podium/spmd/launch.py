@@ -25,8 +25,8 @@ from podium import errors
 from podium.engine.addresses import FileMeeting, Meeting
 from podium.errors import LaunchError, PodiumError
 from podium.runs.interrupts import STOPPING, InterruptHandler
-from podium.runs.stack_dumps import allow_dumps, dumped_stacks, dumper_name, innermost
 from podium.spmd.restart_budget import Restart, RestartBudget
+from podium.stack_dumps import allow_dumps, dumped_stacks, dumper_name, innermost
 
 Result = TypeVar("Result")
 

@@ -14,12 +14,12 @@ import pytest
 
 from helpers.processes import wait_until
 from podium.cluster.processes import look
-from podium.runs.stack_dumps import dumped_stacks, dumper_name, innermost
+from podium.stack_dumps import dumped_stacks, dumper_name, innermost
 
 # A regular expression that backtracks for hours holds Python's lock all the time.
 _HOLDS_LOCK = """
 import re
-from podium.runs.stack_dumps import allow_dumps
+from podium.stack_dumps import allow_dumps
 
 def backtracks():
     print("ready", flush=True)

@@ -16,11 +16,15 @@ from pathlib import Path
 _NAME = "podium-stacks"
 _SIGNAL = signal.SIGUSR2
 _ANSWER_S, _LOOK_S = 1.0, 0.02
+# Code that hangs again and again must not fill the disk.
+_MOST_BYTES = 16 * 2**20
 
 
 def allow_dumps(name: str = "") -> None:
     """From now on this process writes the stacks of its threads when it gets the signal, whatever it is doing.
-    `name`: how others know it."""
+    `name`: how others know it. Only on Linux."""
+    if not hasattr(os, "memfd_create"):
+        return
     file = os.memfd_create(f"{_NAME}:{name}")  # stays open as long as the process
     faulthandler.register(_SIGNAL, file=file, all_threads=True)
 
@@ -40,6 +44,19 @@ def dumper_name(pid: int) -> str | None:
         found = _memory(pid)
         return None if found is None else found[1]
     return None
+
+
+def append_stacks(file: Path, title: str, stacks: str) -> bool:
+    """Adds stacks to a file of a run. False if it cannot be written, or has as many as a person can read."""
+    time_text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
+    try:
+        with file.open("a", encoding="utf-8") as opened:
+            if opened.tell() > _MOST_BYTES:
+                return False
+            opened.write(f"=== {time_text} {title}\n{stacks}\n")
+    except OSError:
+        return False
+    return True
 
 
 def innermost(dump: str) -> str | None:
