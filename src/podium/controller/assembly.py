@@ -157,6 +157,8 @@ def begin_run(
     step = inputs.resume_step or 0
     if milestones is None:
         parts.log.console.header(_header(inputs.recipe, inputs.folder, parts.roles, step))
+    else:
+        milestones.goes_on_after(step)
     state, last, is_stopped = RunState.begin(inputs.recipe, step, inputs.saved), steps.last, parts.stop_requested
     if last is not None:
         parts = replace(parts, stop_requested=lambda: state.step >= last or is_stopped())

@@ -82,6 +82,16 @@ class Milestones:
         if self.is_saving:
             self.saved_step, self.is_saving = self._whole_step, False
 
+    def goes_on_after(self, step: int) -> None:
+        """What the run did after this step is not there any more: checkpoints of later steps were damaged, and are set
+        aside. Without this they would not be saved again."""
+        if self._whole_step > step:
+            self._whole_step = 0  # an older one may be there: a restarted run saves at once, and need not know
+        if self.saved_step > step:
+            self.saved_step = self._whole_step
+        if self.evaluated_step is not None and self.evaluated_step > step:
+            self.evaluated_step = None
+
     def evaluation_is_due(self, step: int) -> bool:
         """Whether an evaluation follows this step."""
         return self._evaluates and _is_due(self._recipe.evaluation.every, step)

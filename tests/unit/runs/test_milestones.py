@@ -146,3 +146,21 @@ def test_lost_checkpoints_make_the_next_step_save() -> None:
     milestones.forget_saved(6)
     assert (milestones.whole_step, milestones.saved_step) == (None, 0)
     assert milestones.save_is_due(7)
+
+
+def test_a_checkpoint_that_was_set_aside_is_saved_again() -> None:
+    recipe = on_policy_recipe("checkpoint.every=3", "evaluation.every=3", "steps=9", HELDOUT)
+    milestones = Milestones(recipe, 0, evaluates=True)
+    for step in (6, 9):
+        milestones.saving(step)
+        milestones.save_is_whole()
+    milestones.evaluated_step = 9
+
+    milestones.rewound()
+    milestones.goes_on_after(9)
+    assert (milestones.saved_step, milestones.whole_step, milestones.evaluated_step) == (9, 9, 9)
+    milestones.goes_on_after(8)
+
+    assert milestones.saved_step not in (8, 9)  # a run that ends there saves
+    assert milestones.starts_with_save(8)
+    assert milestones.last_evaluation_is_due(9)
