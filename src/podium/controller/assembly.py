@@ -43,6 +43,7 @@ from podium.roles.runner_handle import RunnerHandle
 from podium.roles.state_handle import StateHandle
 from podium.runs.folder import RunFolder
 from podium.runs.header import header_lines, model_line
+from podium.runs.interrupts import StopRequest
 from podium.runs.log import open_log
 from podium.runs.milestones import Milestones
 from podium.runs.result import RunResult, end_status
@@ -123,7 +124,7 @@ async def open_parts(
         prompts=inputs.prompts, heldout=inputs.heldout, ledger=ledger, log=log,
         snapshots=Snapshots(roles.states, is_on=recipe.keeps_snapshots, note=console.note),
         recovery=recovery, watch=watch, tokenizer=inputs.tokenizer.own,
-        stop_requested=folder.stop_file.exists,
+        stop_requested=StopRequest(folder.stop_file),
         leaving=who_leaves(
             names.on_devices, colocated=recipe.placement.layout == "colocated",
             optimizer_bytes=facts.optimizer_bytes, device_bytes=facts.device_bytes,

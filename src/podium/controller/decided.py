@@ -39,6 +39,7 @@ class Decided:
         self.retirements: list[Retire] = []
         self.lending: Lend | Recall | None = None
         self.start: StartStep | None = None
+        self.has_ended = False  # there is no further step
 
     def tell(self, event: Event) -> None:
         """Tells the scheduler what happened. Where it has more to do than one decision should take, it goes on at
@@ -69,7 +70,9 @@ class Decided:
                     self.retirements.append(action)
                 case Lend() | Recall():
                     self.lending = action
-                case GradeGroup() | Void() | EndRun() | Continue():
+                case EndRun():
+                    self.has_ended = True
+                case GradeGroup() | Void() | Continue():
                     pass  # episodes are graded as they end, and a void group stays with its step
                 case other:
                     assert_never(other)

@@ -62,6 +62,10 @@ class Executor(Protocol):
         """Gives up what is running."""
         ...
 
+    def end(self) -> None:
+        """Notes that the run ends after the last committed step. Raises an error if a group is unaccounted for."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Joined:
@@ -126,6 +130,10 @@ class StepExecutor:
     async def close(self) -> None:
         """Nothing runs between two steps but generators that start."""
         await self._members.close()
+
+    def end(self) -> None:
+        """No group is left between two steps."""
+        self._flow.end()
 
     async def _begin(self) -> GraderFacts:
         """Gives the workers the newest weights, and asks the scheduler for a step."""

@@ -42,6 +42,8 @@ from podium.controller.scheduling import (
     Recall,
     ReturnedEpisode,
     StepCommitted,
+    StepRequested,
+    StopRequested,
     WorkerJoined,
     WorkerLeaving,
     WorkerLeft,
@@ -349,6 +351,18 @@ class GroupFlow:
             self._settle(number)
 
     # --- steps ---
+
+    def end(self) -> None:
+        """Notes that no further step follows. The audit then checks that every group was trained or is void: one that
+        no step has taken is offered again by a run that is resumed."""
+        if self._state.step < self.settings.steps:
+            self.tell(StopRequested())
+        self.tell(StepRequested())
+        if not self._decided.has_ended:
+            raise InvariantError(
+                f"the run ends after step {self._state.step}, and the scheduler has a further step. This is a defect "
+                "of Podium: please report it with the run folder. What was committed is as it should be."
+            )
 
     def collect(self, step: int, objects: ObjectScope, metrics: Mapping[str, float]) -> SampledStep:
         """Joins the groups of the step that the scheduler started, in the order of the data. `objects` frees their rows

@@ -24,7 +24,7 @@ from podium.controller.membership import GeneratorLeaves, GeneratorsReady, Membe
 from podium.controller.open_groups import SampledStep
 from podium.controller.overlap_meter import OverlapMeter, WaitsFor
 from podium.controller.parts import OnPolicyParts
-from podium.controller.scheduling import LearnerIdle, Lend, Recall, StepRequested, WeightsInstalled
+from podium.controller.scheduling import LearnerIdle, Lend, Recall, StepRequested, StopRequested, WeightsInstalled
 from podium.controller.state import RunState
 from podium.errors import WorkerDiedError
 from podium.observe.causes import FOR_GENERATION, FOR_GRADING
@@ -36,6 +36,8 @@ from podium.weights.weight_transfers import ByStore
 
 # Longest wait for weights that are on their way when a run ends.
 _ARRIVE_S = 60.0
+# Shortest time between two looks for a request to stop.
+_LOOK_EVERY_S = 1.0
 
 
 class OverlapExecutor:
@@ -67,6 +69,7 @@ class OverlapExecutor:
         self._meter = OverlapMeter(self._flow, self._lent, has_runners=parts.roles.runner is not None)
         self._waited_s = 0.0  # for the last step
         self._is_learning = self._is_waiting = self._is_lent = False  # the learner
+        self._is_stopping, self._looks_s = False, 0.0  # whether the scheduler knows of a stop; when to look next
         self._installing: set[int] = set()  # engines
 
     async def sample(self, step: int, objects: ObjectScope) -> SampledStep:
@@ -90,6 +93,7 @@ class OverlapExecutor:
 
     def commit(self, step: int, *, is_updated: bool) -> list[GroupRecord]:
         """Notes that a step is committed, and begins to publish its weights."""
+        self._look_for_stop(is_overdue=True)  # before anything is admitted for the steps after this one
         records = self._flow.commit(step, is_updated=is_updated)
         self._is_learning = False
         if is_updated and step < self._flow.settings.steps:
@@ -145,6 +149,10 @@ class OverlapExecutor:
         if self._lent is not None:
             await self._lent.close()
         await self._grading.close()
+
+    def end(self) -> None:
+        """Groups that no step has trained on are void, as far as this process is concerned."""
+        self._flow.end()
 
     async def _drain(self, generating: asyncio.Task[None]) -> None:
         """Waits for the episodes that run, for weights on their way, and for the end of the streams."""
@@ -209,6 +217,7 @@ class OverlapExecutor:
                 raise arrival.error
             await self._note_gone(arrival, worker, self._stream)
             return
+        self._look_for_stop()
         for part in self._flow.note_arrived(arrival, worker):
             self._grading.submit(part)
         if self._flow.has_unscored and (self._scoring is None or self._scoring.done()):
@@ -318,6 +327,17 @@ class OverlapExecutor:
             self._versions[rank] = transfer.version.number
 
     # --- what happens ---
+
+    def _look_for_stop(self, *, is_overdue: bool = False) -> None:
+        """Tells the scheduler, once, that the run ends with the step in progress: it then admits only what this step
+        needs. Looks from time to time, because the stop file may be on a slow disk."""
+        has_step = self._is_learning or self._is_waiting  # between two steps the program looks itself
+        if self._is_stopping or not has_step or not (is_overdue or now_s() >= self._looks_s):
+            return
+        self._looks_s = now_s() + _LOOK_EVERY_S
+        if self._parts.stop_requested():
+            self._is_stopping = True
+            self._flow.tell(StopRequested())
 
     def _send(self, *, is_repeated: bool = False) -> None:
         """Carries out what the scheduler decided. `is_repeated`: episodes of a lost worker are among it, which a pause

@@ -67,6 +67,6 @@ class OnPolicyParts(Generic[RecipeT_co]):
     snapshots: Snapshots
     recovery: RecoveryPlan
     watch: Stopwatch
-    stop_requested: Callable[[], bool]
+    stop_requested: Callable[[], bool]  # once it is true, it stays true
     leaving: frozenset[str]  # roles that give up device memory while others work
     tokenizer: Any = None  # of the model, for the texts of kept episodes; None: they have none

@@ -76,6 +76,9 @@ class ReplayExecutor:
     async def close(self) -> None:
         """Nothing runs."""
 
+    def end(self) -> None:
+        """Nothing is left: a replay has no groups of its own."""
+
     def _read(self, step: int) -> tuple[RecordedStep, list[Stored[Any]]]:
         stored: list[Stored[Any]] = []
 

@@ -412,6 +412,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         score = self._evaluation.score if self._evaluation is not None else None
         if is_saved_late and self.milestones.evaluated_step == step and score is not None:
             await self._grade(step, -score)
+        self._executor.end()
         self._log.take_spans()
         self._parts.log.finish(step)
         self._is_finished = True

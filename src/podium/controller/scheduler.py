@@ -96,7 +96,8 @@ class GroupScheduler:
         self._voided: list[int] = []  # since the last step, ascending
         self._num_replaced = 0  # of them
         self._num_short = 0  # uniform groups that were not replaced: the next step has fewer groups
-        self._has_begun = self._is_requested = self._is_stopping = self._has_ended = False
+        self._has_begun = self._is_requested = self._has_ended = False
+        self._last = settings.steps  # the run ends with this step
         self._to_void: deque[int] | None = None  # when the run ends
         self._lending = Lending()
         self._spreading: Iterator[tuple[str, tuple[int, ...]]] | None = None  # what lent devices are to get
@@ -138,7 +139,7 @@ class GroupScheduler:
             case WeightsInstalled():
                 self._install(event)
             case StopRequested():
-                self._is_stopping = True
+                self._last = min(self._last, self._started + self._is_requested)
             case Continued():
                 pass
             case other:
@@ -250,7 +251,7 @@ class GroupScheduler:
 
     @property
     def _is_over(self) -> bool:
-        return self._committed >= self._settings.steps or (self._is_stopping and self._started == self._committed)
+        return self._committed >= self._last
 
     def _publish(self) -> Iterator[Action]:
         """Sends the newest version to workers that have acknowledged the one before. With `finish`, a worker gets it
@@ -310,8 +311,8 @@ class GroupScheduler:
     def _admit(self) -> Iterator[Action]:
         """Gives groups to the workers with the lowest load, while they have lanes and the deadlines have room. Nothing
         is given out before the first step is requested: the workers that are there at the start all get a part."""
-        if self._is_over or self._is_stopping or not self._has_begun:
-            return
+        if self._started >= self._last or not self._has_begun:
+            return  # no step is left that could train on a group
         self._rooms.clear()
         while self._left > 0 and self._has_group():
             if self._to_place:
@@ -337,7 +338,7 @@ class GroupScheduler:
 
     def _lend(self, event: LearnerIdle) -> Iterator[Action]:
         """Lends the learner's devices if the next step waits for long enough."""
-        if not self._settings.lends or self._lending.state != "home" or self._is_over or self._is_stopping:
+        if not self._settings.lends or self._lending.state != "home" or self._is_over:
             return
         if self._lending.is_worth_it(self._num_missing(), event):
             self._lending.state = "leaving"
@@ -431,7 +432,7 @@ class GroupScheduler:
         """Whether the steps have room for one more group with this deadline."""
         if deadline not in self._rooms:
             settings = self._settings
-            num_steps = {until: min(until, settings.steps) - self._started for until in (deadline, *self._live.due)}
+            num_steps = {until: min(until, self._last) - self._started for until in (deadline, *self._live.due)}
             rooms = {until: settings.groups_per_step * num - self._num_short for until, num in num_steps.items()}
             self._rooms[deadline] = deadline > self._started and self._live.leave_room(deadline, rooms)
         return self._rooms[deadline]

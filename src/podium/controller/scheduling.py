@@ -152,7 +152,8 @@ class WeightsInstalled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequested:
-    """The run ends with the step in progress."""
+    """The run ends with the step in progress: the one that is started, or else the one that the program waits for. If
+    there is neither, it ends now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

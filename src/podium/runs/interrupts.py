@@ -16,6 +16,17 @@ from podium.runs.supervised import SUPERVISION
 STOPPING = "\nstopping after this step and saving; press Ctrl-C again to end at once"
 
 
+class StopRequest:
+    """Whether the stop file is there, or was: a stop stays one when the file is removed with its run folder."""
+
+    def __init__(self, stop_file: Path) -> None:
+        self._stop_file, self._was_there = stop_file, False
+
+    def __call__(self) -> bool:
+        self._was_there = self._was_there or self._stop_file.exists()
+        return self._was_there
+
+
 class InterruptHandler:
     """The first SIGINT or SIGTERM tells the ranks to save and stop. The second ends them."""
 

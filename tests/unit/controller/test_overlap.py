@@ -17,9 +17,11 @@ from helpers.fake_roles import Admitted, Bandit, FakeGenerator, FakeGrader, Fake
 from helpers.made_batches import WORKER, make_answer, make_result
 from helpers.trials import Trial
 from podium.algorithms.staleness import AgeStatistics
+from podium.controller.group_flow import GroupFlow
 from podium.controller.overlap import OverlapExecutor
 from podium.controller.prompts import PromptSource
 from podium.controller.run import OnPolicyRun
+from podium.controller.scheduled import LiveGroups
 from podium.controller.scheduler import GroupScheduler
 from podium.data.tasks import IndexedTask
 from podium.data.trajectories import TrajectoryId
@@ -436,6 +438,75 @@ def test_a_stop_leaves_a_state_that_a_resumed_run_continues(tmp_path: Path, monk
     resumed = Trial(tmp_path, *SPLIT, "steps=9", "rollout.staleness=2", step=4, saved=saved, cursor=saved["cursor"])
     resumed.run()
     assert [row[0] for row in trained(resumed)] == list(range(36))
+
+
+def test_after_a_stop_request_generators_get_nothing_for_steps_that_do_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stop is requested during the update of step 3, and episodes go on to end. A resumed run trains every group
+    once."""
+    settings = (*SPLIT, "steps=9", "rollout.staleness=2", "rollout.max_running=4")
+    trial = Trial(tmp_path, *settings)
+    original, at = FakeLearner.update, []
+
+    async def update(self: FakeLearner, batch: Any, plan: Any, *, seed: int) -> Any:
+        if plan.step == 3:
+            trial.folder.stop_file.touch()
+            at.append(len(self._bandit.journal))
+            for _ in range(200):
+                await asyncio.sleep(0)
+        return await original(self, batch, plan, seed=seed)
+
+    monkeypatch.setattr("podium.controller.overlap._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(FakeLearner, "update", update)
+    assert trial.run().num_committed == 3
+    assert [entry for entry in trial.bandit.journal[at[0] :] if entry[0] == "admit"] == []
+    monkeypatch.setattr(FakeLearner, "update", original)
+
+    saved = trial.bandit.saves["policy"][3]
+    resumed = Trial(tmp_path, *settings, step=3, saved=saved, cursor=saved["cursor"])
+    resumed.run()
+    assert [row[0] for row in trained(resumed)] == list(range(36))
+
+
+def stopped_after_step_1(folder: Path, *settings: str) -> Trial:
+    """A stop is requested during the update of step 1."""
+    trial = Trial(folder, *SPLIT, *settings)
+
+    def stop(step: int) -> dict[str, float]:
+        trial.folder.stop_file.touch()
+        return {}
+
+    trial.bandit.reports = stop
+    return trial
+
+
+@pytest.mark.parametrize(("staleness", "stops", "counts"), [
+    (0, False, {"trained": 24}), (0, True, {"trained": 4}), (1, False, {"trained": 24}),
+    (1, True, {"trained": 4, "void": 4}),
+])  # fmt: skip
+def test_at_the_end_of_a_run_every_group_is_trained_or_void(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int, stops: bool, counts: dict[str, int]
+) -> None:
+    ended: list[dict[str, int]] = []
+    original = GroupFlow.end
+
+    def end(self: GroupFlow) -> None:
+        original(self)
+        ended.append(dict(self._audit.counts))
+
+    monkeypatch.setattr(GroupFlow, "end", end)
+    setting = f"rollout.staleness={staleness}"
+    (stopped_after_step_1(tmp_path, setting) if stops else Trial(tmp_path, *SPLIT, setting)).run()
+    assert ended == [counts]
+
+
+def test_a_scheduler_that_forgets_groups_when_the_run_stops_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LiveGroups, "numbers", lambda self: [])
+    with pytest.raises(InvariantError, match="the run ends and this group has no end"):
+        stopped_after_step_1(tmp_path, "rollout.staleness=1").run()
 
 
 def test_show_tells_the_age_of_trained_tokens_and_what_devices_did(tmp_path: Path) -> None:

@@ -274,6 +274,33 @@ def test_a_stop_ends_after_the_step_and_leaves_untrained_groups_void() -> None:
     assert told(StepRequested()) == [Void(group=0, reason="stopped"), EndRun()]
 
 
+def test_a_stop_while_the_program_waits_still_gives_it_that_step_and_admits_nothing_for_later_ones() -> None:
+    told = Told(ScheduleSettings(steps=9, groups_per_step=2, samples=1, staleness=2, on_new_weights="keep"))
+    told(WorkerJoined(worker="a", lanes=1, version=0))
+    assert _admitted(told(StepRequested())) == [(0, "a")]
+    told(StopRequested())
+    assert _admitted(told.ends(0)) == [(1, "a")]  # the step needs it
+    told(GroupGraded(group=0, is_uniform=False))
+    assert _steps(told.trains(1)) == [StartStep(step=1, groups=(0, 1), voided=())]
+    assert told(StepCommitted(step=1, version=1)) == []
+    assert told(StepRequested()) == [EndRun()]
+    assert told.audit.counts == {"trained": 2}
+
+
+def test_after_a_stop_during_an_update_nothing_is_admitted_not_even_what_comes_back() -> None:
+    told = Told(ScheduleSettings(steps=9, groups_per_step=1, samples=1, staleness=2, on_new_weights="keep"))
+    told(WorkerJoined(worker="a", lanes=1, version=0))
+    told(WorkerJoined(worker="b", lanes=1, version=0))
+    assert _admitted(told(StepRequested())) == [(0, "a"), (1, "b")]
+    told.ends(0)
+    assert _steps(told(GroupGraded(group=0, is_uniform=False)))
+    told(StopRequested())
+    assert told(WorkerLost(worker="b")) == []
+    assert told(StepCommitted(step=1, version=1)) == []
+    assert told(StepRequested()) == [*(Void(group=number, reason="stopped") for number in (1, 2)), EndRun()]
+    assert told.audit.counts == {"trained": 1, "void": 2}
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_areal_1345_capacity_after_a_resume_is_capacity_before_it(staleness: int) -> None:
     """There, after a recovery the version has jumped, and the capacity with it, so that groups far beyond the

@@ -88,8 +88,8 @@ def test_every_decision_of_a_run_is_audited(tmp_path: Path, monkeypatch: pytest.
     Trial(tmp_path, "steps=3").run()
 
     assert seen == {
-        "WorkerJoined": 1, "StepRequested": 3, "EpisodeEnded": 48, "GroupGraded": 12, "StepCommitted": 3,
-        "WeightsInstalled": 2, "Admit": 12, "GradeGroup": 12, "StartStep": 3, "Publish": 2,
+        "WorkerJoined": 1, "StepRequested": 4, "EpisodeEnded": 48, "GroupGraded": 12, "StepCommitted": 3,
+        "WeightsInstalled": 2, "Admit": 12, "GradeGroup": 12, "StartStep": 3, "Publish": 2, "EndRun": 1,
     }  # fmt: skip
 
 
