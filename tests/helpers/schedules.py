@@ -100,6 +100,7 @@ class World:
     audit: ScheduleAudit | None
     version: int = 0
     stop_after: int | None = None
+    stop_at_s: float | None = None  # the user stops it then, during an update or while the program waits
     learner_lanes: tuple[int, ...] = ()  # of the learner's devices, when they are lent
     now_s: float = 0.0
     engines: dict[str, Engine] = field(default_factory=dict)
@@ -115,6 +116,8 @@ class World:
     ended: bool = False
     num_events: int = 0
     max_live: int = 0
+    last: int | None = None  # the step in progress when the user stopped it at a time
+    late: list[Admit] = field(default_factory=list)  # admitted when that step had begun
 
     def __post_init__(self) -> None:
         self._queue: list[tuple[float, int, str, tuple[object, ...]]] = []
@@ -132,6 +135,8 @@ class World:
             self._after(self.costs.rng.expovariate(1 / self.costs.loss_every_s), "lose")
         if self.costs.leave_every_s:
             self._after(self.costs.rng.expovariate(1 / self.costs.leave_every_s), "leave")
+        if self.stop_at_s is not None:
+            self._after(self.stop_at_s, "stop")
         self._request()
         while self._queue and not self.ended:
             self.now_s, _, kind, arguments = heapq.heappop(self._queue)
@@ -181,6 +186,8 @@ class World:
         match action:
             case Admit():
                 self.admitted.append(action)
+                if self.last is not None and len(self.steps) >= self.last:
+                    self.late.append(action)
                 engine = self.engines[action.worker]
                 engine.waiting.extend(
                     Sequence(action.group, action.attempt, sample, *self._begun.get((action.group, sample), (-1, -1)))
@@ -224,6 +231,10 @@ class World:
         name = f"engine-{next(self._names)}"
         self.engines[name] = Engine(name, lanes, self.version)
         self._tell(WorkerJoined(worker=name, lanes=lanes, version=self.version))
+
+    def _stop(self) -> None:
+        self.last = self.committed + 1
+        self._tell(StopRequested())
 
     def _lose(self) -> None:
         if sum(not name.startswith("lent") for name in self.engines) > 1:

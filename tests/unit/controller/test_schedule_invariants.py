@@ -110,6 +110,24 @@ def test_all_invariants_hold_where_events_come_between_the_parts_of_a_decision(l
     _hold(range(400), lends=lends, most_cost=1)
 
 
+@pytest.mark.parametrize("lends", [False, True])
+def test_a_stop_at_any_time_ends_the_run_with_the_step_in_progress(lends: bool) -> None:
+    """During an update, and while the program waits: then it still gets its step. Nothing is admitted after that."""
+    num_left = 0
+    for seed in range(400):
+        length_s = random_world(seed, lends=lends).run().now_s
+        world = random_world(seed, lends=lends)
+        world.stop_after, world.stop_at_s = None, length_s * random.Random(seed).random()
+        world.run()
+        if world.last is not None:  # else it had ended by then
+            assert len(world.steps) == world.last, seed
+            assert not world.late, seed
+            num_left += len(world.stopped) > 0
+        offered = {admit.group for admit in world.admitted}
+        assert offered == {history.number for history in world.histories}, seed
+    assert num_left > 20
+
+
 def _hold(seeds: range, *, lends: bool = False, most_cost: int | None = None) -> list[World]:
     worlds = [random_world(seed, lends=lends, most_cost=most_cost) for seed in seeds]
     for world in worlds:
