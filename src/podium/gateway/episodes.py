@@ -49,7 +49,7 @@ def sequences_of(record: SessionRecord) -> SessionSequences:
         first += len(branch.tokens_T)
     sampled_T = np.concatenate([*masks, np.zeros(0, np.bool_)])
     if int(sampled_T.sum()) != record.sampled_tokens:
-        raise InvariantError(f"{int(sampled_T.sum())} tokens are trained and {record.sampled_tokens} were sampled")
+        raise InvariantError(f"{int(sampled_T.sum())} tokens are trained and {record.sampled_tokens} were sampled.")
     logprobs_T = np.concatenate([*(branch.behavior_logprobs_T for branch in branches), np.empty(0, np.float32)])
     versions_T = np.concatenate([*(branch.versions_T for branch in branches), np.empty(0, np.int32)])
     return SessionSequences(

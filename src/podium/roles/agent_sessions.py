@@ -5,6 +5,7 @@ them, one session for each episode."""
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -21,7 +22,7 @@ from podium.environments.agents import AgentCall
 from podium.environments.episode import Episode, EpisodeFinish
 from podium.environments.hosted_episodes import HostedEnvironment
 from podium.environments.protocol import CallFailedError, EpisodeLostError, Outcome
-from podium.errors import InvariantError
+from podium.errors import InvariantError, exception_text
 from podium.gateway.backend import Generation, GenerationRequest, OnTokens
 from podium.gateway.branches import SessionRecord
 from podium.gateway.chat import ModelService, SamplingWish, SessionSettings
@@ -77,7 +78,9 @@ class AgentSessions:
 
     async def __aenter__(self) -> AgentSessions:
         nobody = _SessionBackend(self._policy, TrajectoryId(-1, 0), self._settings, numbers=count(), greedy=False)
-        self._gateway = Gateway(_SessionService(MODEL_NAME, self._conversations, nobody))
+        # Nobody knows this key: outside of sessions nothing is answered, because nothing would be recorded.
+        key = secrets.token_urlsafe(24)
+        self._gateway = Gateway(_SessionService(MODEL_NAME, self._conversations, nobody), key=key)
         self._server = HttpServer(self._gateway.handle, limits=self._limits)
         self._address = f"http://127.0.0.1:{await self._server.listen('127.0.0.1', 0)}"
         return self
@@ -110,33 +113,28 @@ class AgentSessions:
         access = self._gateway.open_session(settings, service)
         call = AgentCall(task=task, session_url=f"{self._address}{access.path}", key=access.key)
         agent = asyncio.ensure_future(environment.reset(call))
-        outcome, error = None, None
-        record = None
         try:
-            await asyncio.wait({agent, backend.broken}, return_when=asyncio.FIRST_COMPLETED)
-            if backend.broken.done():
-                backend.broken.result()
-            outcome = agent.result()
-        except CallFailedError as failure:
-            error = f"agent: {failure}"
-        finally:
-            agent.cancel()
-            await asyncio.gather(agent, return_exceptions=True)
-            record = await self._gateway.close_session(access.id)
-            await environment.close()
-        return self._episode(id, backend, record, outcome, error, session=access.id)
+            try:
+                await asyncio.wait({agent, backend.broken}, return_when=asyncio.FIRST_COMPLETED)
+                if backend.broken.done():
+                    backend.broken.result()
+                outcome, error = _ended(agent)
+            finally:
+                agent.cancel()
+                await asyncio.gather(agent, return_exceptions=True)
+                record = await self._gateway.close_session(access.id)
+                await environment.close()
+            backend.require_recorded(record)
+            return self._episode(id, backend, record, outcome, error)
+        except InvariantError as broken:
+            raise InvariantError(f"session {access.id} of episode {id}: {broken}") from broken
 
     def _episode(
-        self, id: TrajectoryId, backend: _SessionBackend, record: SessionRecord, outcome: Any, error: str | None,
-        *, session: str,
-    ) -> Episode:  # fmt: skip
+        self, id: TrajectoryId, backend: _SessionBackend, record: SessionRecord, outcome: Any, error: str | None
+    ) -> Episode:
         finish, error = self._ending(backend, record, outcome, error)
         reward = outcome.reward if isinstance(outcome, Outcome) else 0.0
-        try:
-            backend.require_recorded(record)
-            sequences = sequences_of(record)
-        except InvariantError as broken:
-            raise InvariantError(f"session {session} of episode {id}: {broken}.") from broken
+        sequences = sequences_of(record)
         sampled_T = sequences.sampled_T
         turn_ends = sequences.turn_ends
         return Episode(
@@ -178,6 +176,18 @@ class AgentSessions:
         if backend.has_refused_turns:
             return "turns", None
         return ("tokens" if backend.was_cut else "done"), None
+
+
+def _ended(agent: asyncio.Future[Any]) -> tuple[Any, str | None]:
+    """What an agent returned, and why it has failed."""
+    try:
+        return agent.result(), None
+    except EpisodeLostError:
+        raise
+    except CallFailedError as failure:
+        return None, f"agent: {failure}"
+    except Exception as failure:  # its process does not start, for instance
+        return None, f"agent: {exception_text(failure)}"
 
 
 def _session_seed(seed: int, id: TrajectoryId) -> int:
@@ -249,7 +259,7 @@ class _SessionBackend:
         """Raises an InvariantError unless the record has every token that the engines have sampled."""
         recorded = record.sampled_tokens + record.discarded_tokens
         if recorded != self.sampled_tokens:
-            raise InvariantError(f"{recorded} tokens are recorded and engines have sampled {self.sampled_tokens}")
+            raise InvariantError(f"{recorded} tokens are recorded and engines have sampled {self.sampled_tokens}.")
 
     async def _answer(self, request: Request, generation: Generation) -> None:
         try:

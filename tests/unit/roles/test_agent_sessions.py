@@ -224,6 +224,20 @@ def test_content_that_spells_a_control_token_is_text_unless_the_recipe_says_othe
     assert counts == [1, 2]
 
 
+async def leaves_its_session(task: Task, base_url: str, key: str) -> float:
+    outside = base_url.partition("/sessions/")[0] + "/v1"
+    assert (await AGENT.ask(outside, key, list(task.messages or ())))[0] == 401
+    assert (await AGENT.ask(base_url, "another", list(task.messages or ())))[0] == 401
+    await AGENT.ask(base_url, key, list(task.messages or ()))
+    return 1.0
+
+
+def test_nothing_is_answered_outside_of_a_session_or_with_another_key() -> None:
+    generators = Generators()
+    assert one(leaves_its_session, generators=generators).error is None
+    assert len(generators.requests) == 1
+
+
 # --- limits and faults ---
 
 
