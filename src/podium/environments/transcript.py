@@ -81,11 +81,11 @@ class Transcript:
         """`observed`: a `start` that is text is of the environment, and not of a row."""
         self._tokenizer, self._tools = tokenizer, tools
         self._shadow: tuple[Message, ...] | None = None if isinstance(start, str) else tuple(start)
-        self._rendered = "" if self._shadow is None else tokenizer.render(self._shadow, tools)
+        self._rendered: str | None = "" if self._shadow is None else tokenizer.render(self._shadow, tools)
         if isinstance(start, str):
             prompt = tokenizer.observed_prompt(start) if observed else tokenizer.text_prompt(start)
         else:
-            prompt = tokenizer.chat_prompt(self._rendered)
+            prompt = tokenizer.chat_prompt(self._rendered or "")
         if len(prompt) == 0:
             raise DataError("the prompt has no tokens, so there is nothing that an answer could follow.")
         self._pieces = [_unsampled(prompt)]
@@ -97,6 +97,11 @@ class Transcript:
         other = copy.copy(self)
         other._pieces = list(self._pieces)
         return other
+
+    def forget_rendering(self) -> None:
+        """Frees the text of the conversation. It is rendered again if the conversation goes on from here."""
+        if self._shadow is not None:
+            self._rendered = None
 
     @property
     def pieces(self) -> tuple[TranscriptSpan, ...]:
@@ -147,7 +152,7 @@ class Transcript:
         form = self._tokenizer.form_before(str(messages[0]["role"]), self._tools)
         shadow = (*self._shadow, form.message(messages), *messages)
         rendered = self._tokenizer.render(shadow, self._tools)
-        if not rendered.startswith(self._rendered):
+        if self._rendered is None or not rendered.startswith(self._rendered):
             # A template that writes the date changes at midnight, which does not rewrite earlier turns.
             self._rendered = self._tokenizer.render(self._shadow, self._tools)
         tokens = self._tokenizer.encode_behind(self._tokenizer.tail(self._rendered, rendered, form))

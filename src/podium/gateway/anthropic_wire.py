@@ -46,7 +46,7 @@ def messages_call(body: Mapping[str, Any], *, idempotency_key: str | None = None
 
 def anthropic_message(answer: ChatAnswer, model: str) -> dict[str, Any]:
     """The response of one piece."""
-    return {**_frame(model, len(answer.prompt_T)), "content": _blocks(answer), **_end(answer)}
+    return {**_frame(model, answer.prompt_tokens), "content": _blocks(answer), **_end(answer)}
 
 
 class MessageEvents:
@@ -70,7 +70,7 @@ class MessageEvents:
 
     def last(self, answer: ChatAnswer) -> list[str]:
         """The rest of the answer, and how it ended."""
-        events = [] if self._begun else [self._start(len(answer.prompt_T))]
+        events = [] if self._begun else [self._start(answer.prompt_tokens)]
         for index, block in enumerate(_blocks(answer)):
             if block["type"] == "text":
                 rest = block["text"].removeprefix(self._sent)
@@ -178,7 +178,7 @@ def _end(answer: ChatAnswer) -> dict[str, Any]:
     return {
         "stop_reason": "tool_use" if choice.message.get("tool_calls") else reason,
         "stop_sequence": stop,
-        "usage": {"input_tokens": len(answer.prompt_T), "output_tokens": answer.completion_tokens},
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
     }
 
 

@@ -107,7 +107,7 @@ def _branch(path: Sequence[RecordedTurn], fraction: Fraction, leaves: dict[int, 
     versions_T = np.full(len(tokens_T), -1, np.int32)
     ends = []
     for turn in path:
-        begin = len(turn.prompt.tokens_T)
+        begin = len(turn.prompt)
         sampled = slice(begin, begin + len(turn.answer.tokens_L))
         if not np.array_equal(tokens_T[sampled], turn.answer.tokens_L):
             raise InvariantError(f"turn {turn.number} of a session is not in its branch as it was sampled.")

@@ -55,7 +55,7 @@ class ChatCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChatChoice:
-    """One answer: its message, and its tokens as they were sampled."""
+    """One answer: its message, and its tokens as they were sampled. `completion` is without its prompt."""
 
     message: Message
     answer: SampledAnswer
@@ -67,7 +67,7 @@ class ChatAnswer:
     """The answers to a request."""
 
     choices: tuple[ChatChoice, ...]
-    prompt_T: Tokens
+    prompt_tokens: int
     collect: Callable[[], object] = lambda: None
     """To call when the client gets the answer: a session records it only then."""
 
@@ -154,7 +154,7 @@ class Flight:
         self, service: ModelService, prompt_T: Tokens, call: ChatCall, sampling: Sampling, seed: int,
         on_text: OnText | None,
     ) -> None:  # fmt: skip
-        self._service, self._prompt_T, self._call = service, prompt_T, call
+        self._service, self._prompt_T, self._tools = service, prompt_T, call.tools
         on_tokens: OnTokens | None = None
         if on_text is not None and call.wish.n == 1 and not call.tools:
             on_tokens = ShownText(service.conversations, sampling.stop_strings, on_text, prompt_T)
@@ -188,11 +188,15 @@ class Flight:
                 versions_L=completion.versions_L,
                 stopped=completion.finish == "stop" and not isinstance(completion.stop, str),
             )
-            message = self._service.conversations.message(
-                self._prompt_T, answer, self._call.tools, stop=completion.stop
-            )
-            choices.append(ChatChoice(message=message, answer=answer, completion=completion))
-        return ChatAnswer(choices=tuple(choices), prompt_T=self._prompt_T)
+            message = self._service.conversations.message(self._prompt_T, answer, self._tools, stop=completion.stop)
+            alone = replace(completion, prompt=completion.prompt[:0].copy())
+            choices.append(ChatChoice(message=message, answer=answer, completion=alone))
+        return ChatAnswer(choices=tuple(choices), prompt_tokens=len(self._prompt_T))
+
+    def release(self) -> None:
+        """Frees what was only needed until the answer: a session keeps its requests, and their prompts would add up
+        to the square of its length."""
+        self._generations, self._prompt_T = [], self._prompt_T[:0].copy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +290,8 @@ class ChatSession:
         except BaseException:
             self._recorder.abandon(number, sampled_tokens=sum(each.num_tokens for each in completions))
             raise
+        finally:
+            flight.release()
 
     def _collect(self, number: int) -> None:
         """A client gets the answer, so it is recorded, once. A closed session has counted it as discarded."""

@@ -113,7 +113,7 @@ def finish_reason(choice: ChatChoice) -> str:
 
 def usage(answer: ChatAnswer) -> dict[str, Any]:
     """Counts of tokens."""
-    prompt, sampled = len(answer.prompt_T), answer.completion_tokens
+    prompt, sampled = answer.prompt_tokens, answer.completion_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": sampled,

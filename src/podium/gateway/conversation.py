@@ -50,17 +50,18 @@ class Conversations:
 
     def begin(self, messages: Sequence[Message], tools: Tools) -> ConversationPrompt:
         """The prompt of a new conversation, as the chat template renders it."""
-        transcript = Transcript(self._turns, messages, tools)
-        return ConversationPrompt(tokens_T=transcript.tokens_T, state=transcript)
+        return ConversationPrompt(state=Transcript(self._turns, messages, tools))
 
     def extend(
         self, prompt: ConversationPrompt, answer: SampledAnswer, messages: Sequence[Message]
     ) -> ConversationPrompt:
         """The prompt behind an answer: its tokens stay, and the template adds `messages`."""
-        transcript: Transcript = prompt.state.fork()
+        assert isinstance(prompt.state, Transcript)
+        transcript = prompt.state.fork()
         transcript.add_answer(answer.tokens_L, answer.logprobs_L, answer.versions_L, stopped=answer.stopped)
         transcript.add_reply(transcript.reply(messages))
-        return ConversationPrompt(tokens_T=transcript.tokens_T, state=transcript)
+        prompt.state.forget_rendering()
+        return ConversationPrompt(state=transcript)
 
     def text_tokens(self, text: str) -> Tokens:
         """Tokens of raw text, with the tokenizer's begin token."""

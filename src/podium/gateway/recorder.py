@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +24,31 @@ from podium.gateway.history import answer_keys, history_keys, likeness
 from podium.gateway.refusal import RequestRefusedError
 
 
+class HasTokens(Protocol):
+    """The tokens of a conversation so far."""
+
+    @property
+    def tokens_T(self) -> Tokens:
+        """All of them."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ConversationPrompt:
-    """All tokens before an answer, and what their renderer needs to continue behind it."""
+    """The tokens before an answer, and what their renderer needs to continue behind it: `state` gives all tokens as
+    `tokens_T`, and shares them with the prompts that continue it."""
 
-    tokens_T: Tokens
-    state: Any
+    state: HasTokens
+
+    @property
+    def tokens_T(self) -> Tokens:
+        """All tokens before the answer, as a new array."""
+        return self.state.tokens_T
+
+    def __len__(self) -> int:
+        return len(self.state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -220,8 +239,8 @@ class Recorder:
 
 
 def _require_continued(turn: RecordedTurn, prompt: ConversationPrompt) -> None:
-    before = np.concatenate([turn.prompt.tokens_T, turn.answer.tokens_L])
-    if len(prompt.tokens_T) <= len(before) or not np.array_equal(prompt.tokens_T[: len(before)], before):
+    before, tokens_T = np.concatenate([turn.prompt.tokens_T, turn.answer.tokens_L]), prompt.tokens_T
+    if len(tokens_T) <= len(before) or not np.array_equal(tokens_T[: len(before)], before):
         raise InvariantError(
             f"the prompt behind turn {turn.number} does not begin with its {len(before)} recorded tokens."
         )

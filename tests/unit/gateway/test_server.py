@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.client
 import json
+import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -604,3 +607,31 @@ def test_a_large_body_is_not_read_without_a_key() -> None:
             writer.close()
 
     served(work, key="right")
+
+
+def test_a_session_keeps_memory_for_its_tokens_and_not_for_each_turns_history() -> None:
+    """Each turn adds about 2000 tokens of prompt. Kept whole for every turn, prompts alone would be 5 MB after 40
+    turns, and texts and requests as much again."""
+    kept: list[int] = []
+
+    async def work(server: Served) -> None:
+        session = server.gateway.open_session()
+        history: list[Any] = []
+        server.engine.capacity = replace(server.engine.capacity, max_length=1 << 20)
+        server.backend._capacity = server.engine.capacity
+        for turn in range(40):
+            history.append({"role": "user", "content": f"{turn} " + "x" * 2000})
+            reply = await server.chat(session, history)
+            history.append(reply.json["choices"][0]["message"])
+            server.engine.requests.clear()
+            if turn == 3:
+                tracemalloc.start()
+        gc.collect()
+        kept.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        record = await server.gateway.close_session(session.id)
+        (branch,) = record.branches
+        assert len(branch.turns) == 40
+
+    served(work)
+    assert kept[0] < 2_500_000, kept
