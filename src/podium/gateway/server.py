@@ -9,7 +9,9 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
+from podium.data.kinds import Message
 from podium.errors import PodiumError
 from podium.gateway.anthropic_wire import (
     MessageEvents,
@@ -25,11 +27,13 @@ from podium.gateway.completing import complete
 from podium.gateway.completions_wire import CompletionChunks, completion_call, completion_response
 from podium.gateway.http import HttpAnswer, HttpRequest
 from podium.gateway.refusal import RequestRefusedError
+from podium.gateway.responses_wire import ResponseWriter, response_call, response_error_event
 from podium.gateway.shown_text import OnText
 from podium.observe.timing import wall_clock_s
 
 T = TypeVar("T")
 _MOST_SESSIONS = 100_000
+_MOST_RESPONSES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,8 @@ class Gateway:
         answered, so that a page of another site cannot reach a server without a key; None: all."""
         self.service, self._key, self._host_names = service, key, host_names
         self._sessions: dict[str, tuple[SessionAccess, ChatSession]] = {}
+        # By session and response: the messages so far.
+        self._said: WeakKeyDictionary[ChatSession, dict[str, tuple[Message, ...]]] = WeakKeyDictionary()
         self._began = int(wall_clock_s())
 
     def open_session(
@@ -104,6 +110,9 @@ class Gateway:
             case "/v1/completions":
                 _require(method, "POST")
                 return await self._completions(request, session)
+            case "/v1/responses":
+                _require(method, "POST")
+                return await self._responses(request, session)
             case "/v1/messages":
                 _require(method, "POST")
                 return await self._messages(request, session)
@@ -163,6 +172,39 @@ class Gateway:
         events = await streamed(lambda on_text: self._answer(call, session, on_text), MessageEvents(self.service.name))
         return replace(events, error_event=anthropic_error_event)
 
+    async def _responses(self, request: HttpRequest, session: ChatSession | None) -> HttpAnswer:
+        body = request.json_object()
+        if session is None:
+            self._require_model(body.get("model"))
+        previous, said = body.get("previous_response_id"), self._said_in(session)
+        before: tuple[Message, ...] = ()
+        if previous is not None:
+            if said is None or previous not in said:
+                raise RequestRefusedError(
+                    404,
+                    "this response is not known. Responses are kept in sessions only, the newest "
+                    f"{_MOST_RESPONSES} of each: send the whole input.",
+                    param="previous_response_id",
+                    code="previous_response_not_found",
+                )
+            before = said[previous]
+        wanted = response_call(body, before, idempotency_key=request.headers.get("idempotency-key"))
+        writer = ResponseWriter(wanted, self.service.name)
+
+        async def answered(on_text: OnText | None = None) -> ChatAnswer:
+            answer = await self._answer(wanted.call, session, on_text)
+            if said is not None and body.get("store") is not False:
+                said[writer.id] = (*wanted.said, answer.choices[0].message)
+                if len(said) > _MOST_RESPONSES:
+                    del said[next(iter(said))]
+            return answer
+
+        if body.get("stream"):
+            return replace(await streamed(answered, writer), error_event=response_error_event)
+        answer = await answered()
+        answer.collect()
+        return HttpAnswer(content=writer.response(answer))
+
     def _count_tokens(self, request: HttpRequest, session: ChatSession | None) -> HttpAnswer:
         body = request.json_object()
         if session is None:
@@ -188,6 +230,9 @@ class Gateway:
             return (await complete(service, call, on_text))[0]
 
         return await streamed(one, CompletionChunks(call, service.conversations, service.name))
+
+    def _said_in(self, session: ChatSession | None) -> dict[str, tuple[Message, ...]] | None:
+        return None if session is None else self._said.setdefault(session, {})
 
     # Keys
 
