@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,9 @@ from podium.errors import DataError, ModelError
 # newline or bracket that a template writes after a turn.
 _STAND_IN = "okay"
 _THOUGHT = "hmm"
+_HARMONY_HEADER = re.compile(r"(<\|channel\|>\w+)?<\|message\|>")
+# Each of them ends an answer: <|return|> the last one, which the template writes as <|end|> in a history.
+_HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _QUESTION: Message = {"role": "user", "content": "question"}
 _PROBE_TOOL = {
     "type": "function",
@@ -195,8 +199,16 @@ class StandIn:
         """The stand-in as a message before `following`; tool results need calls with their ids."""
         if not self.calls:
             return {"role": "assistant", "content": self.thought + _STAND_IN}
-        ids = [message.get("tool_call_id") for message in following if message["role"] == "tool"]
-        calls = [{"id": each, "type": "function", "function": {"name": "probe", "arguments": {}}} for each in ids]
+        results = [message for message in following if message["role"] == "tool"]
+        calls: list[dict[str, Any]] = [
+            # Some templates name the tool of a result by its call.
+            {
+                "id": each.get("tool_call_id"),
+                "type": "function",
+                "function": {"name": each.get("name") or "probe", "arguments": {}},
+            }
+            for each in results
+        ]
         return {"role": "assistant", "content": self.thought, "tool_calls": calls}
 
 
@@ -278,6 +290,8 @@ class TurnTokenizer:
                 "the model would not have seen what it is trained on"
             )
         turn = after[len(before) :]
+        if self.tool_format == "harmony":
+            return _harmony_tail(turn, form)
         wanted = self._end_text.lstrip() if form.calls else _STAND_IN
         begin = turn.find(wanted) if wanted else -1
         if form.thought and _THOUGHT not in turn[: max(begin, 0)]:
@@ -311,7 +325,7 @@ class TurnTokenizer:
             if said[-count:] == list(tail_L[:count]):
                 return count
         # Another end of turn of the template, such as the one after a call, replaces the usual one.
-        ends_special = most > 0 and begins_special
+        ends_special = begins_special and (most > 0 or self._texts_of_special.get(tail_L[0]) in _HARMONY_ENDS)
         return int(ends_special and answer.stopped and said[-1] in self._special_ids_of_template)
 
     def _fitting_form(self, role: str, tools: Tools) -> StandIn:
@@ -377,6 +391,17 @@ class TurnTokenizer:
     def _texts_of_special(self) -> dict[int, str]:
         ids = sorted(self._renderer.special_ids)
         return {id: str(text) for id, text in zip(ids, self._tokenizer.convert_ids_to_tokens(ids), strict=True)}
+
+
+def _harmony_tail(turn: str, form: StandIn) -> str:
+    """The text behind an answer whose header, with its channel, is sampled too. `turn`: the stand-in, and the rest."""
+    header, mark, tail = turn.partition("<|call|>" if form.calls else _STAND_IN)
+    if not mark or "<|start|>" in header or not (form.calls or _HARMONY_HEADER.fullmatch(header)):
+        raise ChatTemplateError(
+            "the chat template does not put an assistant turn where it asked for it, so what it writes behind the turn "
+            "is unknown"
+        )
+    return mark + tail if form.calls else tail
 
 
 def check_tools_shown(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> None:

@@ -59,9 +59,20 @@ class Conversations:
         assert isinstance(prompt.state, Transcript)
         transcript = prompt.state.fork()
         transcript.add_answer(answer.tokens_L, answer.logprobs_L, answer.versions_L, stopped=answer.stopped)
-        transcript.add_reply(transcript.reply(messages))
+        transcript.add_reply(transcript.reply(self._with_names(answer, messages)))
         prompt.state.forget_rendering()
         return ConversationPrompt(state=transcript)
+
+    def _with_names(self, answer: SampledAnswer, messages: Sequence[Message]) -> Sequence[Message]:
+        """Results with the names of their tools, which templates of this kind take from the calls. Clients send ids."""
+        if not self.is_harmony:
+            return messages
+        calls = iter(self._turns.calls_of(answer.tokens_L, stopped=answer.stopped))
+        names = (call.name for call in calls if isinstance(call, ToolCall))
+        return [
+            {**message, "name": message.get("name") or next(names, None)} if message["role"] == "tool" else message
+            for message in messages
+        ]
 
     def text_tokens(self, text: str) -> Tokens:
         """Tokens of raw text, with the tokenizer's begin token."""

@@ -104,7 +104,7 @@ class ResponseWriter:
         items = self._items(answer)
         if self._sent:  # its place is taken: reasoning comes behind it
             items.sort(key=lambda item: item["type"] != "message")
-        events = []
+        events: list[str] = []
         for index, item in enumerate(items):
             events += self._message_events(index, item) if item["type"] == "message" else self._item_events(index, item)
         whole = self._whole(answer, items)

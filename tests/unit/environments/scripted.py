@@ -88,14 +88,15 @@ DEEPSEEK = (
 )
 # An answer is several messages, each with a channel: thoughts, calls, and what the user reads.
 HARMONY = (
-    "<|start|>system<|message|>You are a model."
-    "{% for tool in tools or [] %} {{ tool.function | tojson }}{% endfor %}<|end|>"
-    "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant{% if m.tool_calls %} to=functions."
-    "{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>"
-    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
-    "{% else %}<|channel|>final<|message|>{{ m.content }}<|end|>"
-    "{% endif %}{% elif m.role == 'tool' %}<|start|>functions.f to=assistant<|channel|>commentary<|message|>"
-    "{{ m.content }}<|end|>{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "<|start|>system<|message|>You are a model.{% for tool in tools or [] %} {{ tool.function | tojson }}{% endfor %}"
+    "<|end|>{% set ns = namespace(name=none) %}{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant"
+    "{% if m.tool_calls %}{% set ns.name = m.tool_calls[0].function.name %} to=functions.{{ ns.name }}"
+    "<|channel|>commentary json<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% else %}<|channel|>final<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endif %}"
+    "{% elif m.role == 'tool' %}{% if ns.name is none %}{{ raise_exception('a result without a call') }}{% endif %}"
+    "<|start|>functions.{{ ns.name }} to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 _SPECIAL = (

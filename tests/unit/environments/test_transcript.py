@@ -9,7 +9,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import CHATML, COUNTING, FORGETFUL, LLAMA, MISTRAL, PLAIN, byte_tokenizer, encoded, task
+from scripted import (
+    CHATML,
+    COUNTING,
+    DEEPSEEK,
+    FORGETFUL,
+    GLM,
+    HARMONY,
+    LLAMA,
+    MISTRAL,
+    PLAIN,
+    QWEN_CODER,
+    byte_tokenizer,
+    encoded,
+    task,
+)
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -317,3 +331,35 @@ def test_the_text_is_the_templates_own_rendering(family: str, rounds: list[tuple
     rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert text_of(tokenizer, transcript) == rendered
     assert transcript.tokens_T.tolist() == encoded(tokenizer, rendered)
+
+
+@pytest.mark.parametrize("role", ["tool", "user"])
+@pytest.mark.parametrize("template", [QWEN_CODER, GLM, DEEPSEEK, HARMONY])
+def test_templates_of_families_with_their_own_calls_can_continue(template: str, role: str) -> None:
+    check_template(byte_tokenizer(template), role=role)
+
+
+def test_an_answer_of_harmony_brings_its_channel_along() -> None:
+    tokenizer = byte_tokenizer(HARMONY)
+    transcript = Transcript(TurnTokenizer(tokenizer), QUESTION)
+    said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>"
+    tokens = np.array(encoded(tokenizer, said), np.int32)
+    zeros = np.zeros(len(tokens), np.float32)
+    before = tokenizer.decode(transcript.tokens_T.tolist())
+    transcript.add_answer(tokens, zeros, zeros.astype(np.int32), stopped=True)
+    transcript.add_reply(transcript.reply([{"role": "user", "content": "sure?"}]))
+
+    after = tokenizer.decode(transcript.tokens_T.tolist())
+
+    assert after == before + said + "<|start|>user<|message|>sure?<|end|><|start|>assistant"
+
+
+def test_a_cut_answer_of_harmony_gets_its_end() -> None:
+    tokenizer = byte_tokenizer(HARMONY)
+    transcript = Transcript(TurnTokenizer(tokenizer), QUESTION)
+    tokens = np.array(encoded(tokenizer, "<|channel|>final<|message|>fo"), np.int32)
+    zeros = np.zeros(len(tokens), np.float32)
+    transcript.add_answer(tokens, zeros, zeros.astype(np.int32), stopped=False)
+    reply = transcript.reply([{"role": "user", "content": "go on"}])
+
+    assert tokenizer.decode(reply.tokens_L.tolist()) == "<|end|><|start|>user<|message|>go on<|end|><|start|>assistant"

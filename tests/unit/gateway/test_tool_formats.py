@@ -79,8 +79,13 @@ def test_calls_come_in_the_form_of_openai_with_the_types_of_the_tool(template: s
         assert again.status == 200
         record = await server.gateway.close_session(session.id)
         assert record.turns == 2
-        if template is not HARMONY:  # such histories begin new roots
-            assert [branch.turns for branch in record.branches] == [(0, 1)]
+        (branch,) = record.branches
+        assert branch.turns == (0, 1)
+        text = byte_tokenizer(template).decode(branch.tokens_T.tolist())
+        assert text.count(CALLS[template]) == 2
+        if template is HARMONY:
+            between = '<|return|><|start|>functions.add to=assistant<|channel|>commentary<|message|>"2"<|end|>'
+            assert f"{CALLS[template]}{between}<|start|>assistant{CALLS[template]}" in text
 
     served(template, work, lambda prompt: CALLS[template])
 
