@@ -201,6 +201,42 @@ def read_timeline(run: Path, *, most_bytes: int | None = None) -> Iterator[Timel
         yield from spans_in(found)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewestSpans:
+    """The newest part of the timeline of a run. `begin_s`: from when on every file is in it; None: it is all that the
+    run has recorded."""
+
+    spans: Sequence[TimelineSpan]
+    begin_s: float | None
+
+    @property
+    def num_steps(self) -> int:
+        """Updates of the controller or of rank 0 in it."""
+        steps = {(CONTROLLER, "update"), (rank_name(0), "compute")}
+        return sum((span.worker, span.name) in steps for span in self.spans)
+
+
+def read_newest(run: Path, *, most_bytes: int) -> NewestSpans:
+    """The spans in the last bytes of each file, and of a full one before it as far as these reach. Of a part, spans
+    that ended before it has all files are left out."""
+    begins_s: list[float] = []
+    found: list[TimelineSpan] = []
+    for path in timeline_files(run):
+        sizes = {file: file.stat().st_size for file in (earlier_file(path), path) if file.is_file()}
+        of_file: list[TimelineSpan] = []
+        for file in sizes:
+            room = most_bytes - (sizes.get(path, 0) if file != path else 0)
+            if room > 0:
+                of_file += (span for line in _lines_of(file, min(room, sizes[file])) for span in spans_in(line))
+        if of_file and (len(sizes) > 1 or sum(sizes.values()) > most_bytes):  # what was before a full file is lost
+            begins_s.append(min(span.begin_s for span in of_file))
+        found += of_file
+    if not begins_s:
+        return NewestSpans(spans=found, begin_s=None)
+    begin_s = max(begins_s)
+    return NewestSpans(spans=[span for span in found if span.end_s > begin_s], begin_s=begin_s)
+
+
 def spans_in(line: Mapping[str, Any]) -> list[TimelineSpan]:
     """The spans of one line, as `read_timeline` gives them; none of a line of another kind."""
     try:

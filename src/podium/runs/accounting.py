@@ -166,10 +166,11 @@ def _segments_of(launch: _Launch) -> Iterator[CausedSegment]:
     _add_rank_waits(by_worker)
     last = last_incarnations(by_worker)
     lives: dict[str, list[Segment]] = {}
+    times_s: dict[str, float] = {}  # of each worker, from its begin to its end
     for worker, mine in by_worker.items():
         begin = launch.begin_s if TimelineWorker.of(worker).incarnation == 0 else min(span.begin_s for span in mine)
         end = launch.end_s if worker in last else min(launch.end_s, max(span.end_s for span in mine))
-        lives[worker] = list(segments(mine, begin, end))
+        lives[worker], times_s[worker] = list(segments(mine, begin, end)), max(0.0, end - begin)
     controlling = lives.get(CONTROLLER, [])
     duties = {worker: duties_of(worker, (span.name for span in mine)) for worker, mine in by_worker.items()}
     others = {worker: (duties[worker], life) for worker, life in lives.items() if worker != CONTROLLER}
@@ -190,7 +191,7 @@ def _segments_of(launch: _Launch) -> Iterator[CausedSegment]:
                     worker=worker, begin_s=moment.begin_s, end_s=moment.end_s, cause=cause, name=segment.name
                 )
                 total_s += moment.end_s - moment.begin_s
-        whole_s = life[-1].end_s - life[0].begin_s if life else 0.0
+        whole_s = times_s[worker]
         assert abs(total_s - whole_s) <= _ROUNDING * whole_s + 1e-3, f"{worker}: causes of {total_s} s in {whole_s} s"
 
 

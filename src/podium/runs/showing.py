@@ -12,13 +12,14 @@ from podium.errors import RunFolderError
 from podium.observe import read_metrics
 from podium.observe.console import aligned
 from podium.observe.formats import duration, table, three_digits
-from podium.observe.timeline import read_timeline
+from podium.observe.timeline import read_newest
 from podium.runs.accounting import time_lines, worker_times
 from podium.runs.events import membership_changes, recoveries
 from podium.runs.folder import RunFolder, is_pipeline_folder
 from podium.runs.lineage import inputs_of, read_note, short
 from podium.runs.pipeline_folder import PipelineFolder
 from podium.runs.standing import HELDOUT, RunStanding, changed_s, mapping_in, moment, standing_of, status_of
+from podium.runs.time_table import part_text
 
 _SHOWN_METRICS = 8
 # Of the timeline: an hour of a large run, read in a second.
@@ -62,7 +63,11 @@ def _run_lines(run: RunFolder) -> list[str]:
 
 def _time_lines(run: RunFolder) -> Iterator[str]:
     """What each kind of worker did, by the newest part of the timeline."""
-    for line in time_lines(worker_times(list(read_timeline(run.path, most_bytes=_TIMELINE_BYTES)))):
+    newest = read_newest(run.path, most_bytes=_TIMELINE_BYTES)
+    part = part_text(newest)
+    if part is not None:
+        yield f"times: of {part}"
+    for line in time_lines(worker_times(newest.spans)):
         yield f"time of {line}"
 
 

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from podium.observe.causes import Cause
-from podium.observe.timeline import CONTROLLER, SlowEpisode, TimelineWorker, read_slowest, read_timeline
+from podium.observe.formats import duration
+from podium.observe.timeline import CONTROLLER, NewestSpans, SlowEpisode, TimelineWorker, read_newest, read_slowest
 from podium.runs.accounting import WorkerTime, times_by_kind, worker_times
 
-# Of all timeline files together: the last minutes of a large run.
-_MOST_BYTES = 1 << 18
+# Of all timeline files together: some thousand steps, whose time is accounted in a second or two. A run that has
+# recorded more has lasted for hours.
+_MOST_BYTES = 4 << 20
+_SLOWEST_BYTES = 1 << 18
 # Shorter runs have no table.
 _SHORTEST_S = 5.0
 _MOST_ROWS = 6
@@ -23,16 +26,28 @@ _TAIL: Cause = "waiting for the tail of generation"
 
 
 def closing_lines(run: Path) -> list[str]:
-    """The table of a run that has ended, and the slowest episodes where workers waited for them. Nothing for a short
-    run, and nothing if the timeline cannot be read: the run itself has ended well."""
+    """The table of a run that has ended, and the slowest episodes where workers waited for them. Of a long run it is of
+    the last part, and says so. Nothing for a short run, and nothing if the timeline cannot be read: the run itself has
+    ended well."""
     try:
         most_bytes = _MOST_BYTES // max(1, len(list(run.glob("timeline*.jsonl"))))
-        times = worker_times(list(read_timeline(run, most_bytes=most_bytes)))
+        newest = read_newest(run, most_bytes=most_bytes)
+        times = worker_times(newest.spans)
         if max((each.total_s for each in times), default=0.0) < _SHORTEST_S:
             return []
-        return [*table_lines(times), *_slowest_lines(run, times)]
+        part = part_text(newest)
+        title = [] if part is None else [f"  {part}:"]
+        return [*title, *table_lines(times), *_slowest_lines(run, times)]
     except Exception:
         return []
+
+
+def part_text(newest: NewestSpans) -> str | None:
+    """What of the run a timeline has, where it does not have all of it."""
+    if newest.begin_s is None:
+        return None
+    last_s = max((span.end_s for span in newest.spans), default=newest.begin_s)
+    return f"only the last {newest.num_steps:,} steps ({duration(last_s - newest.begin_s)}), not all of the run"
 
 
 def table_lines(times: Sequence[WorkerTime]) -> list[str]:
@@ -76,7 +91,7 @@ def _slowest_lines(run: Path, times: Sequence[WorkerTime]) -> list[str]:
     if not any(each.seconds.get(_TAIL, 0.0) >= _LONG_TAIL * each.total_s for each in kinds if each.total_s):
         return []
     first: dict[int, SlowEpisode] = {}
-    for episode in read_slowest(run, most_bytes=_MOST_BYTES):
+    for episode in read_slowest(run, most_bytes=_SLOWEST_BYTES):
         if episode.step not in first or episode.end_s > first[episode.step].end_s:
             first[episode.step] = episode
     return [f"  slowest in step {each.step}: {each}" for each in list(first.values())[-2:]]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from podium.observe.causes import CAUSES, Cause, is_idle
 from podium.observe.timeline import TimelineSpan
 from podium.observe.timing import LAUNCH
+from podium.runs import accounting
 from podium.runs.accounting import WorkerTime, caused_segments, idle_segments, segments, time_lines, worker_times
 
 TRAIN, ROLLOUT, OTHER = "train[0]@here/cpu#0", "rollout[0]@here/cpu#0", "rollout[1]@here/cpu#0"
@@ -289,3 +290,15 @@ def test_ranks_may_start_in_any_order() -> None:
         assert "unknown" not in each.seconds or each.seconds["unknown"] < 0.01
         assert each.seconds["start-up"] == pytest.approx(10.0, abs=0.01)
         assert each.total_s == pytest.approx(20.0, abs=0.01)
+
+
+def test_time_that_the_accounting_loses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The causes of a worker are compared with the time from the launch to the end of the run, and not with themselves:
+    here what a worker did last is lost."""
+    spans = [TimelineSpan("rank 0", LAUNCH, 0.0, 0.0), TimelineSpan("rank 0", "compute", 0.0, 6.0)]
+    spans += [TimelineSpan("rank 0", "data", 6.0, 10.0)]
+    assert caused_segments(spans)
+    whole = accounting.segments
+    monkeypatch.setattr(accounting, "segments", lambda *args: list(whole(*args))[:-1])
+    with pytest.raises(AssertionError, match=r"rank 0: causes of 6.0 s in 10.0 s"):
+        caused_segments(spans)
