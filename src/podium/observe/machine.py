@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and processors of this machine, as Linux counts them. Elsewhere there are no figures."""
+"""Memory, processors and GPUs of this machine, as Linux and the driver count them. Elsewhere there are no figures."""
 
 from __future__ import annotations
 
@@ -8,26 +8,36 @@ import re
 import time
 from pathlib import Path
 
+from podium.observe.gpus import GpuFigures
+
+MACHINE_FILE = "machine.jsonl"  # in the folder of a run
 _GIB = 1 << 30
 _EVERY_S = 10.0
+# Reading takes at most a thousandth of the time.
+_TIMES = 1000.0
 
 
 class MachineFigures:
-    """Figures for trackers, at most one set in ten seconds. Only one thread may use it."""
+    """Figures for trackers and the page, at most one set in ten seconds. Only one thread may use it."""
 
-    def __init__(self, proc: Path = Path("/proc"), *, every_s: float = _EVERY_S) -> None:
+    def __init__(
+        self, proc: Path = Path("/proc"), *, every_s: float = _EVERY_S, gpus: GpuFigures | None = None
+    ) -> None:
         self._proc, self._every_s = proc, every_s
-        self._last_s: float | None = None
+        self._gpus = gpus or GpuFigures()
+        self._next_s = 0.0
         self._ticks = self._processor_ticks()
 
     def due(self) -> dict[str, float]:
         """The figures, or nothing if the last ones are new enough. `machine/cpu` is the share of all processors that
         was busy since then, memory is in GiB."""
         now_s = time.monotonic()
-        if self._last_s is not None and now_s - self._last_s < self._every_s:
+        if now_s < self._next_s:
             return {}
-        self._last_s = now_s
-        return {**self._memory(), **self._cpu()}
+        figures = {**self._memory(), **self._cpu(), **self._gpus.read()}
+        ended_s = time.monotonic()
+        self._next_s = now_s + max(self._every_s, _TIMES * (ended_s - now_s) if self._every_s else 0.0)
+        return figures
 
     def _memory(self) -> dict[str, float]:
         figures = {}

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from podium.errors import PodiumError, RunFolderError
 from podium.models.cpu_settings import CpuSettings
+from podium.observe.machine import MACHINE_FILE
 from podium.observe.metrics import METRICS_FILE, read_metrics
 from podium.recipe import Recipe, dump_recipe, load_recipe
 
@@ -52,6 +53,11 @@ class RunFolder:
     def examples_file(self) -> Path:
         """The first rows of the data of a run on fixed data, token by token."""
         return self.path / "examples.jsonl"
+
+    @property
+    def machine_file(self) -> Path:
+        """Memory, processors and GPUs of the machine that wrote the metrics."""
+        return self.path / MACHINE_FILE
 
     @property
     def skipped_file(self) -> Path:

@@ -26,6 +26,7 @@ from podium.observe import (
     open_loggers,
 )
 from podium.observe.line_files import LineFile
+from podium.observe.machine import MachineFigures
 from podium.observe.timeline import SlowEpisode, TimelineFile, TimelineSpan, timeline_file
 from podium.recipe import Recipe
 from podium.runs.disk_reports import ADVICE, ConsoleDiskReports, save_failure_text
@@ -37,6 +38,8 @@ from podium.runs.result import end_status
 _SHOWN_SKIPPED = 5
 # Answers of an evaluation in the tables of loggers, and characters of a cell. samples.jsonl has everything.
 _TABLE_ROWS, _CELL_LENGTH = 100, 10_000
+# Between two figures of the machine, at least.
+_MACHINE_S = 1.0
 
 
 def open_log(
@@ -46,14 +49,17 @@ def open_log(
     `stack` closes it. Ranks other than the first write their own timeline, and nothing else."""
     loggers: Sequence[Logger] = ()
     metrics, reports = None, ConsoleDiskReports(console)
+    machine: MetricsFile | None = None
     if rank == 0:
         loggers = open_loggers(recipe.run.loggers, folder.path, resume_step=step or None, warn=console.warning)
         stack.push(partial(_close, loggers))
         metrics = stack.enter_context(MetricsFile.resume(folder.metrics_file, step=step, reports=reports))
+        machine = stack.enter_context(MetricsFile.resume(folder.machine_file, step=step, reports=reports))
         folder.forget_after(step)
     log = RunLog(
-        recipe, folder, console=console, metrics=metrics, loggers=loggers, first_step=step, reports=reports, rank=rank
-    )
+        recipe, folder, console=console, metrics=metrics, loggers=loggers, first_step=step, reports=reports, rank=rank,
+        machine=machine,
+    )  # fmt: skip
     stack.callback(log.close)
     return log
 
@@ -78,7 +84,9 @@ class RunLog:
         first_step: int,
         reports: ConsoleDiskReports | None = None,
         rank: int = 0,
+        machine: MetricsFile | None = None,
     ) -> None:
+        """`machine`: gets figures of this machine with the steps."""
         self._recipe, self._folder = recipe, folder
         self.disk_reports = reports or ConsoleDiskReports(console)
         self._samples = LineFile(folder.samples_file, self.disk_reports)
@@ -89,6 +97,8 @@ class RunLog:
         self._failed_loggers: set[str] = set()
         self._is_announced = self._save_is_failing = False
         self._metrics, self._loggers, self.console = metrics, loggers, console
+        self._machine_file = machine
+        self._machine = None if machine is None else MachineFigures(every_s=_MACHINE_S)
         self._first_step = first_step
         self._first_done: tuple[int, float] | None = None  # the first step of this process, and when it was done
         self._learning_watch = LearningWatch.of(recipe)
@@ -102,6 +112,15 @@ class RunLog:
             self._metrics.append(metrics)
         for logger in self._loggers:
             self._use(logger, lambda logger=logger: logger.log(metrics))  # type: ignore[misc]
+
+    def _write_machine(self, step: int) -> None:
+        """What the machine does, if the last figures are old enough. They are no metrics of the run: no two runs on the
+        same weights and data have the same."""
+        if self._machine is None or self._machine_file is None:
+            return
+        figures = self._machine.due()
+        if figures:
+            self._machine_file.append(StepMetrics(step=step, time_s=time.time(), values=figures))
 
     def spans(self, spans: Iterable[TimelineSpan]) -> None:
         """Adds spans to the timeline of the run."""
@@ -127,6 +146,7 @@ class RunLog:
         """Logs a finished step: its metrics, a console line with the remaining time, and a warning if the last steps
         cannot learn."""
         self.write(view.step, values)
+        self._write_machine(view.step)
         self.last_loss = values.get("loss")
         if not self._is_announced:
             self._announce()

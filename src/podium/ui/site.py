@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from podium.errors import PodiumError
+from podium.observe.machine import MACHINE_FILE
 from podium.observe.metrics import METRICS_FILE, json_value
 from podium.observe.timeline import timeline_file
 from podium.runs.comparing import RunComparison, compare_runs
@@ -53,17 +54,19 @@ class RunData:
         self.path = path
         self.findings = RunFindings(path, apart, looking)
         self.metrics = MetricColumns(path / METRICS_FILE)
+        self.machine = MetricColumns(path / MACHINE_FILE)
         self.timeline = RunTimeline(path, apart)
         self.rollouts = RunRollouts(path, cache, apart)
 
-    def curves(self, names: list[str], query: Query) -> Json:
-        """Curves of the metrics that the run has, by name."""
+    def curves(self, names: list[str], query: Query, columns: MetricColumns | None = None) -> Json:
+        """Curves of the metrics that the run has, by name. `columns`: of another file than that of the metrics."""
+        columns = columns or self.metrics
         names = list(dict.fromkeys(names))[:_MOST_NAMES]
         most = min(_MOST_POINTS, _MOST_VALUES // max(1, len(names)))
         points = query.whole("points", _POINTS, least=1, most=most)
         first, last = query.number("from"), query.number("to")
         found = {
-            name: self.metrics.curve(name, points=min(points, most), first_step=first, last_step=last) for name in names
+            name: columns.curve(name, points=min(points, most), first_step=first, last_step=last) for name in names
         }
         return {"series": {name: curve.as_json() for name, curve in found.items() if curve is not None}}
 
@@ -174,7 +177,9 @@ class Site:
     def _system(self, run_id: str, query: Query) -> Json:
         data = self.data(run_id)
         data.metrics.refresh()
-        return data.curves([name for name in data.metrics.names if _SYSTEM.search(name)], query)
+        data.machine.refresh()
+        found = data.curves([name for name in data.metrics.names if _SYSTEM.search(name)], query)
+        return {"series": data.curves(data.machine.names, query, data.machine)["series"] | found["series"]}
 
     def _timeline(self, run_id: str, query: Query) -> Json:
         points = query.whole("points", _POINTS, least=10, most=_MOST_POINTS)

@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 
 from helpers.run_folders import BEGIN_S, GENERATOR, LEARNER, append_steps, episode, make_run_folder, write_rollouts
+from helpers.simulated_runs import simulated, simulated_recipe
 from podium.errors import RunFolderError
 from podium.runs.example_files import KeptDocument, KeptExample, write_examples
 from podium.runs.folder import RunFolder
 from podium.ui import timelines
+from podium.ui.answers import Query
 from podium.ui.apart import Apart
 from podium.ui.server import PageServer
+from podium.ui.site import Site
 from podium.ui.timelines import RunTimeline
 
 Serve = Callable[..., Any]
@@ -115,6 +118,22 @@ def test_a_value_that_is_not_finite_is_a_gap_with_a_name(browser: Any, runs: Pat
     assert curve["value"][-1] is None
     assert curve["not_finite"] == [7]
     assert browser.get("/api/runs/two")["metrics"]["loss"] == "NaN"
+
+
+def test_a_run_records_what_the_page_shows_of_the_machine(tmp_path: Path) -> None:
+    """A whole run, with simulated workers and the real log: nothing is put into its folder by hand."""
+    run = simulated(simulated_recipe(tmp_path)).result.folder
+    site = Site(run.parent)
+    try:
+        (entry,) = site.catalogue.entries()
+        curves = site.answer(f"/api/runs/{entry.id}/system", Query({}))["series"]
+    finally:
+        site.close()
+
+    assert curves.keys() >= {"machine/memory_gib", "machine/process_memory_gib"}
+    assert 0.01 < curves["machine/process_memory_gib"]["value"][0] < curves["machine/memory_gib"]["value"][0]
+    assert curves["machine/memory_gib"]["step"][0] == 1
+    assert not any("machine/" in line for line in (run / "metrics.jsonl").read_text().splitlines())
 
 
 def test_the_machine_has_its_own_curves(browser: Any, runs: Path) -> None:

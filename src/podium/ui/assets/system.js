@@ -15,7 +15,7 @@ export function showSystem(body, { run, signal }) {
     (_, { series = {} }) => {
       const names = Object.keys(series).filter((name) => series[name].step.length);
       if (!names.length) {
-        fill(body, stateBox("Nothing about the machine", "The metrics of this run have no memory, CPU or GPU use."));
+        fill(body, stateBox("Nothing about the machine", "The run has recorded no memory, CPU or GPU use: it has taken no step, or its machine does not tell."));
         return;
       }
       const grid = el("div", { class: "charts" });
