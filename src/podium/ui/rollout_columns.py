@@ -46,6 +46,9 @@ class RolloutFilter:
     row: int | None = None
     first_step: int | None = None
     last_step: int | None = None
+    changed_since: int | None = None
+    """Only episodes of this step and later ones, of prompts that were answered before it too: with another mean reward
+    than at the last step before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,6 +81,7 @@ class EpisodeColumns:
         self._blocks: list[Block] = []
         self._begins = self._steps = np.zeros(0, np.int64)
         self._loaded: dict[str, tuple[list[Block], Array]] = {}
+        self._changed: tuple[list[Block], int, Array] | None = None
         self._searches.clear()
 
     def select(
@@ -158,6 +162,9 @@ class EpisodeColumns:
             if value is not None:
                 is_equal = self._column(connection, name)[begin:end] == value
                 found = is_equal if found is None else found & is_equal
+        if wanted.changed_since is not None:
+            is_changed = self._is_changed(connection, wanted.changed_since)[begin:end]
+            found = is_changed if found is None else found & is_changed
         if not wanted.search:
             return found, True
         search, is_whole = self._searched(connection, wanted.search, self._blocks[low:high], until_s)
@@ -167,6 +174,15 @@ class EpisodeColumns:
             if places is not None and len(places):
                 has_text[places + at] = True
         return (has_text if found is None else found & has_text), is_whole
+
+    def _is_changed(self, connection: sqlite3.Connection, step: int) -> Array:
+        """Whether the prompt of each row has another mean reward at its step than before this one. That of the last
+        request is kept."""
+        if self._changed is None or self._changed[0] is not self._blocks or self._changed[1] != step:
+            columns = (self._column(connection, name) for name in ("source", "row", "reward"))
+            steps_P = np.repeat(self._steps, [each.rows for each in self._blocks])
+            self._changed = self._blocks, step, changed_since(step, steps_P, *columns)
+        return self._changed[2]
 
     def _searched(
         self, connection: sqlite3.Connection, text: str, blocks: Sequence[Block], until_s: float
@@ -203,6 +219,38 @@ def places_of(connection: sqlite3.Connection, block: Block, needle: bytes) -> Ar
         else:  # it begins in one preview and ends in the next
             at = text.find(needle, at + 1)
     return np.array(places, np.int32)
+
+
+def changed_since(step: int, steps_P: Positions, sources_P: Array, rows_P: Array, rewards_P: Array) -> Array:
+    """Whether each row is of this step or a later one, and its prompt has another mean reward at its step than at the
+    last step before this one. Rows without a reward, or of which no row of the data is known, have not."""
+    known_P = np.flatnonzero((rows_P != NO_ROW) & np.isfinite(rewards_P))
+    found_P = np.zeros(len(steps_P), bool)
+    if not len(known_P):
+        return found_P
+    _, row_K = np.unique(rows_P[known_P], return_inverse=True)
+    prompt_K = row_K.astype(np.int64) * (int(sources_P.max()) + 2) + sources_P[known_P] + 1
+    _, prompt_K = np.unique(prompt_K, return_inverse=True)
+    step_K, reward_K = steps_P[known_P], rewards_P[known_P]
+    is_before_K = step_K < step
+    last_step = np.full(int(prompt_K.max()) + 1, -1, np.int64)
+    np.maximum.at(last_step, prompt_K[is_before_K], step_K[is_before_K])
+    is_last_K = is_before_K & (step_K == last_step[prompt_K])
+    before = _means(prompt_K[is_last_K], reward_K[is_last_K], len(last_step))
+    after = np.flatnonzero(~is_before_K & (last_step[prompt_K] >= 0))
+    if not len(after):
+        return found_P
+    span = int(step_K.max()) + 1
+    _, answer = np.unique(prompt_K[after] * span + step_K[after], return_inverse=True)
+    means = _means(answer, reward_K[after], int(answer.max()) + 1)
+    found_P[known_P[after]] = ~np.isclose(means[answer], before[prompt_K[after]], rtol=1e-9, atol=1e-12)
+    return found_P
+
+
+def _means(numbers: Array, values: Array, count: int) -> Array:
+    """The mean of the values of each number; NaN without one."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.bincount(numbers, values, count) / np.bincount(numbers, minlength=count))
 
 
 def _by_step(begins: Positions, is_match: Array | None, begin: int, end: int, *, newest_first: bool) -> Positions:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sqlite3
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +101,10 @@ class RunRollouts:
             row=query.optional_whole("row"),
             first_step=query.optional_whole("from"),
             last_step=query.optional_whole("to"),
+            changed_since=query.optional_whole("changed"),
         )
+        if step is not None and wanted.changed_since is not None:  # needs other steps, too
+            step, wanted = None, replace(wanted, first_step=step, last_step=step)
         common = {"page": number, "size": size, "steps": [next(iter(files)), next(reversed(files))] if files else []}
         if step is not None:
             return common | self._of_step(files, step, wanted, number, size)
@@ -185,9 +190,9 @@ class RunRollouts:
         field = wanted.sort.removeprefix("-")
         rows.sort(key=lambda row: (row["group"], row["sample"]))
         if field in ("reward", "length"):
-            known = [row for row in rows if row[field] is not None]
+            known = [row for row in rows if row[field] is not None and not math.isnan(row[field])]
             known.sort(key=lambda row: row[field], reverse=wanted.sort.startswith("-"))
-            rows = known + [row for row in rows if row[field] is None]
+            rows = known + [row for row in rows if row[field] is None or math.isnan(row[field])]
         begin = (number - 1) * size
         return {
             "total": len(rows),

@@ -9,6 +9,7 @@ import random
 import sqlite3
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,7 @@ def expected(rows: list[dict[str, Any]], wanted: RolloutFilter) -> list[dict[str
         and (wanted.row is None or row["row"] == wanted.row)
         and (wanted.first_step is None or row["step"] >= wanted.first_step)
         and (wanted.last_step is None or row["step"] <= wanted.last_step)
+        and (wanted.changed_since is None or is_changed(rows, row, wanted.changed_since))
         and needle in row["preview"].lower()
     ]
     field, sign = wanted.sort.removeprefix("-"), -1 if wanted.sort.startswith("-") else 1
@@ -82,7 +84,23 @@ def expected(rows: list[dict[str, Any]], wanted: RolloutFilter) -> list[dict[str
     return sorted(found, key=place)
 
 
+def is_changed(rows: list[dict[str, Any]], row: dict[str, Any], since: int) -> bool:
+    """By its words: the mean reward of the prompt at the row's step, and at its last step before."""
+    prompt = row["source"], row["row"]
+    if row["step"] < since or row["row"] is None or row["reward"] is None:
+        return False
+    rewards: dict[int, list[float]] = {}
+    for each in rows:
+        if (each["source"], each["row"]) == prompt and each["reward"] is not None:
+            rewards.setdefault(each["step"], []).append(each["reward"])
+    before = [step for step in rewards if step < since]
+    if not before:
+        return False
+    return fmean(rewards[row["step"]]) != pytest.approx(fmean(rewards[max(before)]))
+
+
 _FILTERS = [
+    {"changed_since": 6}, {"changed_since": 4, "source": "a", "first_step": 6}, {"changed_since": 1},
     {}, {"source": "a"}, {"source": "none such"}, {"group": 2}, {"row": 3}, {"first_step": 4}, {"last_step": 3},
     {"first_step": 5, "last_step": 2}, {"search": "needle"}, {"search": "needle IN"}, {"search": "%"},
     {"search": "über", "source": "b"}, {"search": "no such text"}, {"first_step": 3, "last_step": 9, "search": "of 1"},
@@ -378,3 +396,42 @@ class TestNewest:
         rollouts.page(self.QUERY)
         assert asked == [True, True]
         rollouts.close()
+
+
+def test_changed_since_a_step_by_hand(run: Path, tmp_path: Path) -> None:
+    """Row 3 is solved by one answer of two at step 1, by both at step 4 and by one again at step 5. Row 4 stays as it
+    was, and row 5 was never answered before step 4."""
+    rewards = {1: {3: (0.0, 1.0), 4: (1.0, 1.0)}, 4: {3: (1.0, 1.0), 4: (1.0, 1.0), 5: (0.0, 0.0)}, 5: {3: (1.0, 0.0)}}
+    for step, prompts in rewards.items():
+        rows = [
+            episode(step, row, sample, reward=reward, source="a", row=row)
+            for row, values in prompts.items()
+            for sample, reward in enumerate(values)
+        ]
+        write_rollouts(run, step, rows)
+    rollouts = RunRollouts(run, tmp_path / "cache", Apart())
+
+    def changed(**query: str) -> list[tuple[int, int, int]]:
+        until_s = time.monotonic() + 60
+        while (found := rollouts.page(Query(query)))["index"]["done"] < 12:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        return [(row["step"], row["row"], row["sample"]) for row in found["rows"]]
+
+    assert changed(changed="2", sort="step") == [(4, 3, 0), (4, 3, 1)]
+    assert changed(changed="5", sort="step") == [(5, 3, 0), (5, 3, 1)]
+    assert changed(changed="2", step="5") == []
+    assert changed(changed="5", step="5", sort="-reward") == [(5, 3, 0), (5, 3, 1)]
+    assert changed(changed="0") == []  # nothing was answered before it
+    rollouts.close()
+
+
+@pytest.mark.parametrize("sort", ["reward", "-reward"])
+def test_a_reward_that_is_no_number_comes_last_in_the_list_of_a_step(run: Path, tmp_path: Path, sort: str) -> None:
+    """Files of other programs may have some."""
+    nan = float("nan")
+    write_rollouts(run, 1, [episode(1, 1, at, reward=each) for at, each in enumerate([nan, 2.0, None, nan, 1.0, 3.0])])
+    rollouts = RunRollouts(run, tmp_path / "cache", Apart())
+    order = [row["sample"] for row in rollouts.page(Query({"step": "1", "sort": sort}))["rows"]]
+    assert order == ([4, 1, 5] if sort == "reward" else [5, 1, 4]) + [0, 2, 3]
+    rollouts.close()

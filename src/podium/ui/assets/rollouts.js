@@ -42,7 +42,7 @@ export function showRollouts(body, context) {
 }
 
 function showList(body, { run, route, signal, onChange }) {
-  const state = { q: "", sort: "-step", step: "", from: "", source: "", row: "", page: 1, ...route.query };
+  const state = { q: "", sort: "-step", step: "", from: "", changed: "", source: "", row: "", page: 1, ...route.query };
   state.page = Number(state.page) || 1;
   const sources = el("datalist", { id: "sources" }),
     list = el("div", {}),
@@ -80,6 +80,12 @@ function showList(body, { run, route, signal, onChange }) {
       choice("first", SORTS, state.sort, (sort) => change({ sort })),
       text("step", "step", { type: "number", min: 0, class: "short" }),
       text("since step", "from", { type: "number", min: 0, class: "short" }),
+      text("changed since step", "changed", {
+        type: "number",
+        min: 0,
+        class: "short",
+        title: "answers from this step on, of prompts whose mean reward is another one than at their last step before it",
+      }),
       text("source", "source", { type: "text", class: "short", list: "sources" }),
       sources,
       steps,
@@ -95,6 +101,7 @@ function showList(body, { run, route, signal, onChange }) {
         q: state.q,
         source: state.source,
         from: state.from,
+        changed: state.changed,
         row: state.row,
         page: state.page,
         size: SIZE,
@@ -148,7 +155,7 @@ function drawRows(container, data, run, change) {
         ? stateBox("Searching …", "Nothing was found in the newest episodes. Older ones are searched now.")
         : isReading(data)
           ? stateBox(`Reading the rollouts: ${percentOf(data.index)} …`, "Nothing of what was read so far matches.")
-          : stateBox(title, "Search for something else, or clear steps and source."),
+          : stateBox(title, "Search for something else, or clear steps, changes and source."),
     );
     return;
   }
