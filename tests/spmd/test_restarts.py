@@ -238,6 +238,24 @@ def test_one_rank_is_restarted_too(tiny_folder: Path, data: Path, tmp_path: Path
     assert final_files(killed) == final_files(alone)
 
 
+def test_a_rank_that_is_stopped_counts_as_dead(tiny_folder: Path, data: Path, unbroken: Path, tmp_path: Path) -> None:
+    placement = {"devices": 2, "restarts": 1, "heartbeat_timeout_s": 2.0}
+    recipe = recipe_of(tiny_folder, data, tmp_path, run=with_hangs(tmp_path), placement=placement)
+    (tmp_path / "places.json").write_text(json.dumps(["step-5"]))
+    with started(["-m", "podium", "train", recipe], tmp_path / "out") as process:
+        wait_until((tmp_path / "run" / "step-5").exists, "step 5")
+        os.kill(spawned_children(process.pid)[1], signal.SIGSTOP)
+        assert process.wait(240) == 0, (tmp_path / "out").read_text()
+        assert_gone(process.pid)
+
+    said = " ".join((tmp_path / "out").read_text().split())
+    assert re.search(
+        r"restart 1 of 1: rank 1 \(process \d+\): stopped \(SIGSTOP\), without a sign of life for 2 s", said
+    )
+    assert [event.step for event in recoveries(tmp_path / "run")] == [4]
+    assert_same(tmp_path / "run", unbroken)
+
+
 def test_a_run_that_is_resumed_by_hand_does_not_find_snapshots_of_its_earlier_life(
     tiny_folder: Path, data: Path, unbroken: Path, tmp_path: Path
 ) -> None:

@@ -210,7 +210,8 @@ class PlacementSection(Section):
         60.0,
         gt=0,
         description="On Ray: a worker (or a process of a local Ray) without any sign of life for this long is killed. "
-        "Workers send heartbeats while they compute; on the controller's machine use of the processor counts as well.",
+        "Workers send heartbeats while they compute; on the controller's machine use of the processor counts as well. "
+        "With launcher `local`: a rank that is stopped (SIGSTOP) for this long.",
     )
     fork_workers: Switch = Field(
         True,

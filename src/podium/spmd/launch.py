@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -63,7 +64,7 @@ def place_under_torchrun() -> RankPlace | None:
 def launch(
     main: Callable[..., Result], args: tuple[Any, ...], *, ranks: int, restarts: int, stop_file: Path | None,
     stacks_file: Path | None = None, note: Callable[[str], object] = lambda text: None,
-    newest_step: Callable[[], int] = lambda: 0,
+    newest_step: Callable[[], int] = lambda: 0, most_stopped_s: float = math.inf,
 ) -> Result:  # fmt: skip
     """Runs `main(RankPlace, *args)` on every rank; returns the result of rank 0.
 
@@ -71,7 +72,8 @@ def launch(
     waits for them. The first Ctrl-C asks them to save and stop (if there is a `stop_file`), the second ends all ranks.
     When a rank dies or fails, all are ended and started again, up to `restarts` times without a completed step between
     them, of which `newest_step` tells the last; `note` gets a line about each restart. Where the other ranks were when
-    one failed is appended to `stacks_file`: it may have waited for one that hangs."""
+    one failed is appended to `stacks_file`: it may have waited for one that hangs. A rank that is stopped (SIGSTOP) for
+    `most_stopped_s` counts as dead."""
     if ranks == 1 and restarts == 0:
         return main(RankPlace(), *args)
     with tempfile.TemporaryDirectory(prefix="podium-") as meeting, InterruptHandler(stop_file) as interrupts:
@@ -81,7 +83,7 @@ def launch(
                 main=main, args=args, parent=os.getpid(), meeting=Path(meeting), restart=restart,
                 restarts_left=restarts if restart is None else restart.left,
             )  # fmt: skip
-            outcome, processes = _Outcome(), _RankProcesses(stacks_file)
+            outcome, processes = _Outcome(), RankProcesses(stacks_file, most_stopped_s)
             agent = threading.Thread(target=_run_agent, args=(outcome, entry, ranks), name="elastic-agent", daemon=True)
             agent.start()
             while agent.is_alive():
@@ -91,6 +93,8 @@ def launch(
                 raise KeyboardInterrupt
             if processes.told:
                 note(processes.told)
+            if processes.stopped is not None and outcome.can_restart:
+                outcome.error = LaunchError(processes.stopped)
             if not outcome.can_restart:
                 break
             cause = str(outcome.error).splitlines()[0]
@@ -104,12 +108,15 @@ def launch(
     return result
 
 
-class _RankProcesses:
+class RankProcesses:
     """The processes of one group of ranks. Torch's agent gives ranks half a minute to end when another one is gone:
     one of them may wait for the dead one's part of a checkpoint. A run that restarts does not need that."""
 
-    def __init__(self, stacks_file: Path | None) -> None:
-        self._stacks_file = stacks_file
+    def __init__(self, stacks_file: Path | None, most_stopped_s: float = math.inf) -> None:
+        """`most_stopped_s`: for how long a rank may be stopped before it is killed."""
+        self._stacks_file, self._most_stopped_s = stacks_file, most_stopped_s
+        self._stopped_s: dict[Any, float] = {}  # rank -> for how long
+        self.stopped: str | None = None  # which rank was killed because it was stopped, and what that means
         self._others = set(multiprocessing.active_children())
         self._ranks: set[Any] = set()
         self._failed_s: float | None = None
@@ -123,6 +130,7 @@ class _RankProcesses:
     def look(self, *, ends_others: Callable[[], bool]) -> None:
         """Looks which are there. `ends_others`: kills those that are left some seconds after one was killed."""
         self._ranks |= set(multiprocessing.active_children()) - self._others
+        self._end_stopped()
         if self._failed_s is None and any(rank.exitcode for rank in self._ranks):
             self._failed_s = time.monotonic()
             self._dump([rank.pid for rank in self._ranks if rank.exitcode is None])
@@ -130,6 +138,25 @@ class _RankProcesses:
         if was_killed and time.monotonic() - self.failed_s > _GRACE_S and ends_others():
             for rank in self._ranks:
                 rank.kill()
+
+    def _end_stopped(self) -> None:
+        """Kills a rank that was stopped for too long. Counts looks instead of reading the clock: this process may have
+        been stopped together with the ranks, for instance by Ctrl-Z."""
+        living = [rank for rank in self._ranks if rank.exitcode is None]
+        for rank in living:
+            self._stopped_s[rank] = self._stopped_s.get(rank, 0.0) + _LOOK_S if _is_stopped(rank.pid) else 0.0
+        stopped = [rank for rank in living if self._stopped_s[rank] >= self._most_stopped_s]
+        if not stopped or self._failed_s is not None:
+            return
+        self._failed_s = time.monotonic()
+        names = sorted(f"{dumper_name(rank.pid) or 'a rank that starts'} (process {rank.pid})" for rank in stopped)
+        self.stopped = (
+            f"{', '.join(names)}: stopped (SIGSTOP), without a sign of life for {self._most_stopped_s:g} s. It counts "
+            "as dead; the others were ended."
+        )
+        self._dump([rank.pid for rank in living if not self._stopped_s[rank]])
+        for rank in stopped:
+            rank.kill()
 
     def _dump(self, pids: Sequence[int]) -> None:
         """Keeps the stacks of ranks that go on or hang while another one has failed."""
@@ -145,6 +172,12 @@ class _RankProcesses:
         with contextlib.suppress(OSError), self._stacks_file.open("a", encoding="utf-8") as file:  # a full disk
             file.write("\n".join([f"=== {title} a rank failed, and the others were here:", *texts]) + "\n")
         self.told = f"when one failed, {', '.join(where)}. Their stacks are in {self._stacks_file}"
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):  # it has ended, or there is no /proc
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 class _Outcome:

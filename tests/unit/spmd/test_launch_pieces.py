@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
+import time
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,16 @@ from helpers.recipes import make_recipe
 from podium.engine.mesh import check_tensor_groups
 from podium.errors import CheckpointError, DataError, LaunchError
 from podium.recipe.policy_mesh import MeshSizes
-from podium.spmd.launch import RankPlace, StopRequest, _ByValue, _first_failure, launch, place_under_torchrun
+from podium.spmd.launch import (
+    RankPlace,
+    RankProcesses,
+    StopRequest,
+    _ByValue,
+    _first_failure,
+    _is_stopped,
+    launch,
+    place_under_torchrun,
+)
 from podium.spmd.rank import RankTask, run_rank
 
 ONE_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE")
@@ -186,3 +197,53 @@ def test_tensors_of_a_result_come_as_values_and_hold_no_file() -> None:
     arrived = ForkingPickler.loads(sent)
     assert arrived["step"] == 3
     assert arrived["weights"].tolist() == value["weights"].tolist()
+
+
+def _look_until_all_ended(processes: RankProcesses, ranks: list[Any]) -> None:
+    deadline = time.monotonic() + 60.0
+    while any(rank.exitcode is None for rank in ranks):
+        assert time.monotonic() < deadline
+        processes.look(ends_others=lambda: True)
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_a_rank_that_is_stopped_is_killed_and_named(tmp_path: Path) -> None:
+    processes = RankProcesses(tmp_path / "stacks.txt", most_stopped_s=1.0)  # five looks
+    ranks = [multiprocessing.get_context("spawn").Process(target=time.sleep, args=(120,), daemon=True) for _ in "ab"]
+    for rank in ranks:
+        rank.start()
+    for _ in range(9):
+        processes.look(ends_others=lambda: True)
+    assert [rank.exitcode for rank in ranks] == [None, None]  # they only sleep
+
+    assert ranks[1].pid is not None
+    os.kill(ranks[1].pid, signal.SIGSTOP)
+    _look_until_all_ended(processes, ranks)
+
+    assert [rank.exitcode for rank in ranks] == [-signal.SIGKILL] * 2
+    assert processes.stopped is not None
+    assert f"(process {ranks[1].pid}): stopped (SIGSTOP), without a sign of life for 1 s" in processes.stopped
+    assert f"process {ranks[0].pid}" not in processes.stopped
+    assert f"process {ranks[0].pid}" in (tmp_path / "stacks.txt").read_text()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_a_rank_that_goes_on_in_time_is_left_alone(tmp_path: Path) -> None:
+    processes = RankProcesses(None, most_stopped_s=1.0)
+    rank = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(120,), daemon=True)
+    rank.start()
+    assert rank.pid is not None
+    for _ in range(4):
+        os.kill(rank.pid, signal.SIGSTOP)
+        for _ in range(4):
+            processes.look(ends_others=lambda: True)
+        os.kill(rank.pid, signal.SIGCONT)
+        while _is_stopped(rank.pid):
+            time.sleep(0.01)
+        processes.look(ends_others=lambda: True)
+
+    assert rank.exitcode is None
+    assert processes.stopped is None
+    rank.kill()
+    rank.join()
