@@ -454,7 +454,7 @@ def lost_node(folder: Path) -> dict[str, float]:
         run = train(run_of(folder, "disturbed", **two), folder)
         losing.join()
     assert fingerprint(run, step=8)["weights"] == expected["weights"]
-    (recovery,) = recoveries(run)
+    (recovery,) = (each for each in recoveries(run) if each.part != "grader")  # which may have been there too
     assert (recovery.part, recovery.remedy) == ("learner", "rewind")
     assert recovery.step >= 1, recovery  # there is no checkpoint before the last step: this was in memory
     measured["recovery_s"] = round(recovery.seconds, 2)
@@ -486,8 +486,7 @@ def lost_generator(folder: Path) -> dict[str, float]:
         losing.join()
     assert fingerprint(run, step=8)["weights"] == expected["weights"]
     found = list(recoveries(run))  # one for its death, and one more if the run went back because of it
-    assert found
-    assert {each.part for each in found} == {"generator"}, found
+    assert {each.part for each in found} - {"grader"} == {"generator"}, found  # a grader may have been there too
     return {"step": found[0].step}
 
 

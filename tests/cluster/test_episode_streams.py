@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import pytest
@@ -24,6 +25,8 @@ from podium.cluster import (
     open_simulated,
     run_virtual,
 )
+from podium.controller.recovery import RecoveryPlan
+from podium.controller.replacing import WorkerReplacements
 from podium.data.tasks import IndexedTask
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.errors import RoleError, RolloutError, WorkerDiedError
@@ -33,6 +36,7 @@ from podium.roles.episode_stream import EpisodeStream, Lost, run_all, streaming,
 from podium.roles.handles import GeneratorHandle
 from podium.roles.interfaces import EpisodeSource
 from podium.roles.runner_handle import RunnerHandle
+from podium.runs.events import recoveries
 
 PLAN = SamplingPlan(max_new_tokens=4, temperature=1.0)
 
@@ -255,21 +259,29 @@ class QuietGenerator:
         pass
 
 
-def _runners(sources: Sources, warnings: list[str]) -> RunnerHandle:
+def _runners(sources: Sources, warnings: list[str], restarts: int = 2, folder: Path | None = None) -> RunnerHandle:
     group: RoleGroup[Any] = sources.group  # a Source has the methods of a runner
-    return RunnerHandle(sources._workers, group, cast(GeneratorHandle, QuietGenerator()), warn=warnings.append)
+    replacements = WorkerReplacements(
+        RecoveryPlan(restarts), warn=warnings.append, note=lambda text: None, folder=folder, step=5
+    )
+    return RunnerHandle(
+        sources._workers, group, cast(GeneratorHandle, QuietGenerator()), warn=warnings.append,
+        replacements=replacements,
+    )  # fmt: skip
 
 
-def test_a_runner_that_makes_progress_may_die_often_in_one_stream(in_cluster: Body) -> None:
+def test_a_runner_that_makes_progress_may_die_often_in_one_stream(in_cluster: Body, tmp_path: Path) -> None:
     async def body(sources: Sources) -> None:
         warnings: list[str] = []
-        runners = _runners(sources, warnings)
+        runners = _runners(sources, warnings, folder=tmp_path)
         async with runners.streaming(PLAN) as stream:
             for number in range(5):
                 stream.admit(0, _prompts(number), (0, 1, 2))
                 await _until_ended(runners, stream, number)
             await stream.finish()
         assert len(warnings) == 5
+        found = [(each.part, each.remedy, each.step) for each in recoveries(tmp_path)]
+        assert found == [("runner", "retry", 5)] * 5
 
     async def _until_ended(runners: RunnerHandle, stream: EpisodeStream, number: int) -> None:
         """The runner dies after the first episode of this prompt; its replacement ends the others."""
@@ -288,16 +300,18 @@ def test_a_runner_that_makes_progress_may_die_often_in_one_stream(in_cluster: Bo
     in_cluster(body)
 
 
-def test_a_runner_that_dies_again_and_again_ends_the_run(in_cluster: Body) -> None:
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_a_runner_that_dies_again_and_again_ends_the_run(in_cluster: Body, restarts: int) -> None:
     async def body(sources: Sources) -> None:
         warnings: list[str] = []
-        runners = _runners(sources, warnings)
+        runners = _runners(sources, warnings, restarts)
         async with runners.streaming(PLAN) as stream:
             with pytest.raises(WorkerDiedError) as raised:
                 await _kill_each(runners, stream)
-        assert len(warnings) == 2
+        assert len(warnings) == restarts
         assert isinstance(raised.value.__cause__, WorkerDiedError)
-        assert "death 3 of episode runner 0" in str(raised.value)
+        assert "runner 0 was replaced 2 times" in str(raised.value) or not restarts
+        assert "placement.restarts" in str(raised.value)
 
     async def _kill_each(runners: RunnerHandle, stream: EpisodeStream) -> None:
         """The other runner's progress does not count."""

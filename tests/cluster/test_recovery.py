@@ -27,6 +27,7 @@ from podium.errors import WorkerDiedError
 from podium.roles.interfaces import IMPLEMENTATIONS
 from podium.runs.events import membership_changes, recoveries
 from podium.runs.host_memory import memory_folder
+from podium.runs.showing import show_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -331,31 +332,50 @@ def test_with_staleness_every_group_is_trained_once(
     assert episodes == (STEPS * prompts_per_step * 4,) * 2
 
 
-def test_every_recovery_is_recorded(task: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    killer = Killer(monkeypatch)
-    thread = killer.begin(task / "runs" / "recorded", [Kill(worker="train[0]", after_step=2)])
+@pytest.mark.parametrize(
+    ("worker", "part", "remedies", "words"),
+    [
+        ("train[0]", "learner", ("rewind",), "Its workers are replaced."),
+        ("graders[0]", "grader", ("retry",), "It is replaced, and its episodes are graded again."),
+        # One that dies between two steps, while nobody waits for its episodes, may be met by another call.
+        ("runners[0]", "runner", ("retry", "rewind"), "replaced"),
+    ],
+)
+def test_every_recovery_is_recorded(
+    task: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch, worker: str, part: str, remedies: tuple[str, ...],
+    words: str,
+) -> None:  # fmt: skip
+    killer, name = Killer(monkeypatch), f"recorded-{part}"
+    thread = killer.begin(task / "runs" / name, [Kill(worker=worker, after_step=2)])
 
-    run = train(_values("grpo", "recorded", {"launcher": "ray", **COLOCATED}), task)
+    method = "tool-agent" if part == "runner" else "grpo"
+    run = train(_values(method, name, {"launcher": "ray", **COLOCATED}), task)
 
     thread.join(_PATIENCE_S)
     (recovery,) = recoveries(run)
-    assert (recovery.part, recovery.remedy) == ("learner", "rewind")
-    assert recovery.step in (1, 2)  # the snapshot of step 2 may not have been complete
-    assert "train[0]" in recovery.cause
+    assert recovery.part == part
+    assert recovery.remedy in remedies
+    # The snapshot of step 2 may not have been complete, and step 3 may have ended before the others were needed.
+    assert recovery.step in ((1, 2) if part == "learner" else (1, 2, 3))
+    assert worker in recovery.cause
     assert 0 < recovery.seconds < 60
-    console = (run / "console.log").read_text()
-    assert "the learner is back after" in console
+    console = " ".join((run / "console.log").read_text().split())
+    assert f"the {part} is back after" in console
+    assert words in console
+    lines = [" ".join(line.split()) for line in show_lines(run)]
+    assert any(line.startswith(f"recoveries: 1 ({part} 1) in ") for line in lines)
 
 
+@pytest.mark.parametrize("worker", ["train[0]", pytest.param("graders[0]", marks=pytest.mark.soak)])
 def test_without_restarts_a_death_ends_the_run_and_says_so(
-    task: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch
+    task: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch, worker: str
 ) -> None:
-    killer = Killer(monkeypatch)
-    thread = killer.begin(task / "runs" / "fragile", [Kill(worker="train[0]", after_step=2)])
+    killer, name = Killer(monkeypatch), f"fragile-{worker[:5]}"
+    thread = killer.begin(task / "runs" / name, [Kill(worker=worker, after_step=2)])
 
-    with pytest.raises(WorkerDiedError, match=r"train\[0\]"):
-        train(_values("grpo", "fragile", {"launcher": "ray", **COLOCATED, "restarts": 0}), task)
+    with pytest.raises(WorkerDiedError, match=re.escape(worker)):
+        train(_values("grpo", name, {"launcher": "ray", **COLOCATED, "restarts": 0}), task)
 
     thread.join(_PATIENCE_S)
-    assert "placement.restarts is 0" in " ".join((task / "runs" / "fragile" / "console.log").read_text().split())
-    assert not list(recoveries(task / "runs" / "fragile"))
+    assert "placement.restarts is 0" in " ".join((task / "runs" / name / "console.log").read_text().split())
+    assert not list(recoveries(task / "runs" / name))

@@ -16,6 +16,8 @@ from helpers.clusters import Opener, in_cluster
 from helpers.scripted_generator import ScriptedGenerator
 from helpers.tiny import save_tiny_folder, tiny_tokenizer
 from podium.cluster import Cluster, Layout, MeshShape, Pool, RoleSpec, Workers
+from podium.controller.recovery import RecoveryPlan
+from podium.controller.replacing import WorkerReplacements
 from podium.data.tasks import IndexedTask, Task
 from podium.data.trajectories import TrajectoryBlock
 from podium.recipe import ModelSection
@@ -27,6 +29,7 @@ from podium.roles.handles import GeneratorHandle
 from podium.roles.interfaces import Generator
 from podium.roles.runner_handle import RunnerHandle
 from podium.roles.stages import Rollouts
+from podium.runs.events import recoveries
 
 # One draw kills its runner in the second turn, once. Rewards come from what the model said.
 ENVIRONMENT = """
@@ -106,11 +109,15 @@ def _played(opener: Opener, folder: Path, model: Path, flag: Path, runners: int)
     """(the rollouts, their tokens, warnings)."""
     found: list[Any] = []
     warnings: list[str] = []
+    notes: list[str] = []
 
     async def body(cluster: Cluster, workers: Workers) -> None:
         await workers.open_channel("generator", to="runner")
         generator = GeneratorHandle(workers.role("generator", Generator))
-        handle = RunnerHandle(workers, workers.role("runner", EpisodeRunner), generator, warn=warnings.append)
+        replacements = WorkerReplacements(RecoveryPlan(3), warn=warnings.append, note=notes.append, folder=folder)
+        handle = RunnerHandle(
+            workers, workers.role("runner", EpisodeRunner), generator, warn=warnings.append, replacements=replacements
+        )
         plan = SamplingPlan(max_new_tokens=8, temperature=1.0, seed=5)
         blocks, metrics = await run_all(handle, _prompts(), _SAMPLES, plan)
         tasks = {prompt.prompt_index: prompt.task for prompt in _prompts()}
@@ -138,6 +145,9 @@ def test_a_runner_killed_in_its_episodes_is_replaced_and_its_episodes_are_the_sa
     assert quiet == []
     assert len(warnings) == 1
     assert re.match(r"runners\[\d\]@", warnings[0])
+    (recovery,) = recoveries(tmp_path)
+    assert (recovery.part, recovery.remedy) == ("runner", "retry")
+    assert 0 < recovery.seconds < 240
     assert not found.note.errors
     ids, wanted = found.rows.ids.array_N4, expected.rows.ids.array_N4
     assert np.array_equal(ids[:, :3], wanted[:, :3])

@@ -31,6 +31,7 @@ from podium.controller.parts import OnPolicyParts, Roles
 from podium.controller.phases import who_leaves
 from podium.controller.prompts import PromptSource
 from podium.controller.recovery import RecoveryPlan
+from podium.controller.replacing import WorkerReplacements
 from podium.controller.replay import ReplayExecutor
 from podium.controller.run import OnPolicyRun
 from podium.controller.snapshots import Snapshots
@@ -135,6 +136,7 @@ class Trial:
             leaving = who_leaves(
                 names.on_devices, colocated=colocated, optimizer_bytes=0, device_bytes=0, offload_optimizer=True
             )
+        plan = RecoveryPlan(0)
         fakes: dict[str, Any] = {"cluster": self.cluster, "workers": self.workers, "roles": self.roles}
         self.parts = OnPolicyParts(
             recipe=recipe, folder=self.folder, names=names, leaving=leaving, watch=Stopwatch(),
@@ -143,7 +145,10 @@ class Trial:
             heldout=read_tasks(recipe.data.heldout, "data.heldout", None) if heldout else [],
             ledger=Ledger(self.folder.path / "episodes.sqlite"),
             stop_requested=self.folder.stop_file.exists,
-            snapshots=Snapshots((), is_on=False, note=self.console.note), recovery=RecoveryPlan(0),
+            snapshots=Snapshots((), is_on=False, note=self.console.note), recovery=plan,
+            replacements=WorkerReplacements(
+                plan, warn=self.console.warning, note=self.console.note, folder=self.folder.path, step=step
+            ),
             **fakes,
         )  # fmt: skip
         self.parts.ledger.rewind(step)

@@ -95,6 +95,7 @@ TORCH_FREE = (
     "roles.grading_handle",
     "roles.handles",
     "roles.interfaces",
+    "roles.lost_workers",
     "roles.mini_batches",
     "roles.runner_handle",
     "roles.stages",

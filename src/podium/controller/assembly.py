@@ -20,6 +20,7 @@ from podium.controller.parts import OnPolicyParts, Roles
 from podium.controller.phases import GENERATOR, who_leaves
 from podium.controller.prompts import PromptSource
 from podium.controller.recovery import RecoveryPlan
+from podium.controller.replacing import WorkerReplacements
 from podium.controller.replay import ReplayExecutor
 from podium.controller.run import OnPolicyRun
 from podium.controller.snapshots import Snapshots
@@ -106,7 +107,8 @@ async def open_parts(
     """Opens the parts of a run. `stack` closes everything that this function opens. `recovery`: what is done about
     deaths."""
     recipe, folder, step = inputs.recipe, inputs.folder, inputs.resume_step or 0
-    roles = await _roles(recipe, names, workers, console.warning)
+    replacements = WorkerReplacements(recovery, warn=console.warning, note=console.note, folder=folder.path, step=step)
+    roles = await _roles(recipe, names, workers, console.warning, replacements)
     ledger = Ledger(folder.path / LEDGER_FILE)
     stack.callback(ledger.close)
     ledger.rewind(step)
@@ -123,7 +125,7 @@ async def open_parts(
         recipe=recipe, folder=folder, cluster=cluster, workers=workers, roles=roles, names=names,
         prompts=inputs.prompts, heldout=inputs.heldout, ledger=ledger, log=log,
         snapshots=Snapshots(roles.states, is_on=recipe.keeps_snapshots, note=console.note),
-        recovery=recovery, watch=watch, tokenizer=inputs.tokenizer.own,
+        recovery=recovery, replacements=replacements, watch=watch, tokenizer=inputs.tokenizer.own,
         stop_requested=StopRequest(folder.stop_file),
         leaving=who_leaves(
             names.on_devices, colocated=recipe.placement.layout == "colocated",
@@ -200,18 +202,23 @@ def state_handles(recipe: OnPolicyRecipe, names: RoleNames, workers: Workers) ->
     return tuple(StateHandle(workers.role(name, kind)) for name, kind in stateful)
 
 
-async def _roles(recipe: OnPolicyRecipe, names: RoleNames, workers: Workers, warn: Callable[[str], None]) -> Roles:
+async def _roles(
+    recipe: OnPolicyRecipe, names: RoleNames, workers: Workers, warn: Callable[[str], None],
+    replacements: WorkerReplacements,
+) -> Roles:  # fmt: skip
     policy = await LearnerHandle.open(workers.role(POLICY, Learner))
     functions = tuple(index for index in range(len(recipe.reward)) if index not in recipe.reward_models)
     grader = GraderHandle(
         workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s, warn=warn,
-        restarts=recipe.placement.restarts, judging_s=recipe.judging_s,
+        replacements=replacements, judging_s=recipe.judging_s,
     )  # fmt: skip
     generator = GeneratorHandle(workers.role(GENERATOR, Generator))
     lent = None if names.lent is None else GeneratorHandle(workers.role(names.lent, Generator))
     runner = None
     if recipe.environment is not None:
-        runner = RunnerHandle(workers, workers.role(RUNNER, EpisodeRunner), generator, lent=lent, warn=warn)
+        runner = RunnerHandle(
+            workers, workers.role(RUNNER, EpisodeRunner), generator, lent=lent, warn=warn, replacements=replacements
+        )
     return Roles(
         states=state_handles(recipe, names, workers),
         policy=policy,

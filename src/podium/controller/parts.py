@@ -12,6 +12,7 @@ from podium.controller.layout import RoleNames
 from podium.controller.ledger import Ledger
 from podium.controller.prompts import PromptSource
 from podium.controller.recovery import RecoveryPlan
+from podium.controller.replacing import WorkerReplacements
 from podium.controller.snapshots import Snapshots
 from podium.data.tasks import Task
 from podium.observe import Stopwatch
@@ -66,6 +67,7 @@ class OnPolicyParts(Generic[RecipeT_co]):
     log: RunLog
     snapshots: Snapshots
     recovery: RecoveryPlan
+    replacements: WorkerReplacements  # of graders and episode runners, by the same plan
     watch: Stopwatch
     stop_requested: Callable[[], bool]  # once it is true, it stays true
     leaving: frozenset[str]  # roles that give up device memory while others work

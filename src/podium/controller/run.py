@@ -155,7 +155,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         finally:  # a step that stops the run (it diverged, a logger failed) can be saved like any other
             self._resume_values = self._values_to_resume()
             state.updated_roles.clear()
-        self._parts.recovery.note_progress()
+        self._parts.replacements.note_committed(step.number)
         await self._snapshot(self._resume_values)
         await self._look_at_disk(is_folder_lost)
         save, evaluate = self.milestones.save_is_due(step.number), self.milestones.evaluation_is_due(step.number)

@@ -18,6 +18,8 @@ from podium.controller.grading import grade_rollouts
 from podium.controller.layout import GRADER, RUNNER, role_names, trial_layout
 from podium.controller.phases import GENERATOR
 from podium.controller.prompts import PromptSource
+from podium.controller.recovery import RecoveryPlan
+from podium.controller.replacing import WorkerReplacements
 from podium.data.control_tokens import ControlRule
 from podium.data.prompts import PromptTokenizer
 from podium.data.tasks import IndexedTask
@@ -132,10 +134,12 @@ async def try_episodes(recipe: OnPolicyRecipe, *, num_prompts: int, samples: int
             start_s = time.perf_counter() - began_s
             with cluster.scope("the trial") as objects:
                 began_s = time.perf_counter()
-                rollouts = await _generate(recipe, workers, prompts, samples, note)
+                plan = RecoveryPlan(recipe.placement.restarts, goes_back=False)
+                replacements = WorkerReplacements(plan, warn=note, note=note, folder=None)
+                rollouts = await _generate(recipe, workers, replacements, prompts, samples, note)
                 objects.hold(rollouts.rows)
                 generate_s, began_s = time.perf_counter() - began_s, time.perf_counter()
-                graded, errors = await _grade(recipe, workers, rollouts, note)
+                graded, errors = await _grade(recipe, workers, replacements, rollouts, note)
                 grade_s = time.perf_counter() - began_s
                 episodes = tuple(_episodes(graded, errors, tokenizer))
     except RoleError as error:
@@ -148,25 +152,29 @@ async def try_episodes(recipe: OnPolicyRecipe, *, num_prompts: int, samples: int
 
 
 async def _generate(
-    recipe: OnPolicyRecipe, workers: Workers, prompts: Sequence[IndexedTask], samples: int, warn: Callable[[str], None]
-) -> Rollouts:
+    recipe: OnPolicyRecipe, workers: Workers, replacements: WorkerReplacements, prompts: Sequence[IndexedTask],
+    samples: int, warn: Callable[[str], None],
+) -> Rollouts:  # fmt: skip
     generator = GeneratorHandle(workers.role(GENERATOR, Generator))
     source: EpisodeWorkers = generator
     if recipe.environment is not None:
         await workers.open_channel(GENERATOR, to=RUNNER)
-        source = RunnerHandle(workers, workers.role(RUNNER, EpisodeRunner), generator, warn=warn)
+        source = RunnerHandle(
+            workers, workers.role(RUNNER, EpisodeRunner), generator, warn=warn, replacements=replacements
+        )
     blocks, metrics = await run_all(source, prompts, samples, training_sampling(recipe))
     tasks = {prompt.prompt_index: prompt.task for prompt in prompts}
     return Rollouts.of(blocks, tasks, step=0, version=0, metrics=metrics)
 
 
 async def _grade(
-    recipe: OnPolicyRecipe, workers: Workers, rollouts: Rollouts, warn: Callable[[str], None]
-) -> tuple[GradedRollouts, Mapping[int, str]]:
+    recipe: OnPolicyRecipe, workers: Workers, replacements: WorkerReplacements, rollouts: Rollouts,
+    warn: Callable[[str], None],
+) -> tuple[GradedRollouts, Mapping[int, str]]:  # fmt: skip
     functions = tuple(index for index in range(len(recipe.reward)) if index not in recipe.reward_models)
     grader = GraderHandle(
         workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s, warn=warn,
-        judging_s=recipe.judging_s,
+        replacements=replacements, judging_s=recipe.judging_s,
     )  # fmt: skip
     models = tuple(
         (index, RewardModelHandle(workers.role(name, RewardModel))) for index, name in role_names(recipe).reward_models

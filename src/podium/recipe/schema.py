@@ -301,8 +301,9 @@ class OnPolicyPlacementSection(PlacementSection):
     )
     restarts: NonNegative = Field(
         3,
-        description="How often workers of one kind that died are replaced before a step must be committed. The run "
-        "then goes on from the last committed step, which is kept in memory. 0: a death ends the run.",
+        description="How often a worker that died is replaced before a step must be committed: learners together, and "
+        "every generator, grader and episode runner alone. Where a learner died, the run goes on from the last "
+        "committed step, which is kept in memory. 0: a death ends the run.",
     )
 
     @property

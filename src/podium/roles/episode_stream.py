@@ -7,10 +7,11 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from podium.cluster import Metric, RoleGroup, RowRefs, ShardResult, WorkerId
+from podium.cluster.deadlines import now_s
 from podium.cluster.results import reduce_metrics
 from podium.data.tasks import IndexedTask
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
@@ -32,6 +33,7 @@ class Lost:
     rank: int
     worker: WorkerId
     error: WorkerDiedError
+    noticed_s: float = field(default_factory=now_s)  # when
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

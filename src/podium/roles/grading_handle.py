@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,8 +21,11 @@ from podium.roles.carriers import Floats, GradeNote, GraderFacts, GradeShard, Re
 from podium.roles.grader import Grader, Purpose
 from podium.roles.handles import PHASE_S
 from podium.roles.interfaces import RewardModel
+from podium.roles.lost_workers import Answer, LostWorker, Replacements
 from podium.roles.mini_batches import even_parts
 from podium.roles.stages import Rollouts
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,13 +82,14 @@ class GraderHandle:
 
     def __init__(
         self, workers: Workers, group: RoleGroup[Grader], rewards: tuple[int, ...], *, timeout_s: float,
-        warn: Callable[[str], None], restarts: int = 1, judging_s: Callable[[int], float] | None = None,
+        warn: Callable[[str], None], replacements: Replacements, judging_s: Callable[[int], float] | None = None,
     ) -> None:  # fmt: skip
-        """`restarts`: how often a share is retried whose grader died, at least once. Their episodes have no rewards
-        then: they may be what it dies of. A share whose grader never answers is retried once. `judging_s`: longest
-        time in which judges behind an endpoint judge so many episodes."""
+        """`replacements` decides whether a share is retried whose grader died. If it is not, its episodes have no
+        rewards: they may be what it dies of. `judging_s`: longest time in which judges behind an endpoint judge so
+        many episodes."""
         group.requires(Grader.grade)
-        self._restarts = max(1, restarts)
+        self._replacements = replacements
+        self._replacing: set[WorkerId] = set()  # those that are being replaced
         self._workers, self._group, self._rewards = workers, group, rewards
         self._warn, self._warned = warn, set[str]()
         # Every call has its own deadline, and so does its process, which takes a moment to be replaced. This deadline
@@ -100,7 +105,14 @@ class GraderHandle:
 
     async def facts(self) -> GraderFacts:
         """How episodes may be cut into batches."""
-        return (await self._group.call_one(0, Grader.facts)).value
+
+        async def ask() -> GraderFacts:
+            return (await self._group.call_one(0, Grader.facts)).value
+
+        facts = await self._tried(0, ask)
+        if isinstance(facts, _FailedShare):
+            raise facts.errors[-1]
+        return facts
 
     async def grade_on(self, rank: int, rollouts: Rollouts, purpose: Purpose = "train", *, show: int = 0) -> Rewarded:
         """Grades a batch on one grader, which may grade others at the same time."""
@@ -140,26 +152,44 @@ class GraderHandle:
         return self._deadline_s + judging_s
 
     async def _graded(self, rank: int, shard: GradeShard, purpose: Purpose) -> GradeNote:
-        errors: list[ClusterError] = []
-        while sum(isinstance(each, DeadlineError) for each in errors) < 2 and len(errors) <= self._restarts:
+        async def grade() -> GradeNote:
             worker, began_s = self._group.workers[rank], wall_s()
-            try:
-                group = self._group.within(self._deadline_of(rank))
-                note: GradeNote = (await group.control_one(rank, Grader.grade, shard, purpose)).value
-            except (WorkerDiedError, DeadlineError) as failed:
-                errors.append(failed)
-                await self._replace(worker)
-                continue
+            group = self._group.within(self._deadline_of(rank))
+            note: GradeNote = (await group.control_one(rank, Grader.grade, shard, purpose)).value
             # Replies of control calls have no spans, and a grader at work is not idle.
             self._workers.record([Span("grader.grade", began_s, wall_s(), worker)])
+            return note
+
+        note = await self._tried(rank, grade)
+        if not isinstance(note, _FailedShare):
             self._show(note.warnings)
             return note
-        reason = str(errors[-1]).splitlines()[0]
+        reason = str(note.errors[-1]).splitlines()[0]
         columns = len(self._rewards) if purpose == "train" else 1
+        failed = f"the grader's process failed {len(note.errors)} times: {reason}"
         return GradeNote(
             values_NR=np.full((len(shard.rows), columns), np.nan),
-            errors=dict.fromkeys(range(len(shard.rows)), f"the grader's process failed {len(errors)} times: {reason}"),
+            errors=dict.fromkeys(range(len(shard.rows)), failed),
         )
+
+    async def _tried(self, rank: int, call: Callable[[], Awaitable[Value]]) -> Value | _FailedShare:
+        """What a grader answers, or its successors."""
+        errors: list[ClusterError] = []
+        while True:
+            worker = self._group.workers[rank]
+            try:
+                return await call()
+            except (WorkerDiedError, DeadlineError) as error:
+                errors.append(error)
+            hangs = sum(isinstance(each, DeadlineError) for each in errors)
+            lost = LostWorker(part="grader", worker=worker, error=errors[-1], failures=len(errors), hangs=hangs)
+            answer = self._replacements.decide(lost)
+            await self._replace(lost, answer)
+            match answer:
+                case "retry":
+                    pass
+                case "give up":
+                    return _FailedShare(errors=tuple(errors))
 
     def _show(self, warnings: Sequence[str]) -> None:
         for warning in warnings:
@@ -167,12 +197,27 @@ class GraderHandle:
                 self._warned.add(warning)
                 self._warn(warning)
 
-    async def _replace(self, worker: WorkerId) -> None:
+    async def _replace(self, lost: LostWorker, answer: Answer) -> None:
         """Once for all batches that the worker had."""
-        if worker in self._group.workers:
-            with contextlib.suppress(WorkerDiedError):  # it may be dead already
-                await self._workers.end_worker(worker)
-        await self._workers.recover(worker.pool)
+        pool, worker = lost.worker.pool, lost.worker
+        if worker in self._replacing or worker not in self._group.workers:
+            await self._workers.recover(pool)  # waits until it is replaced
+            return
+        self._replacing.add(worker)
+        try:
+            with self._replacements.replacing(lost, answer):
+                with contextlib.suppress(WorkerDiedError):  # it may be dead already
+                    await self._workers.end_worker(worker)
+                await self._workers.recover(pool)
+        finally:
+            self._replacing.discard(worker)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FailedShare:
+    """Graders died of a call, or did not answer it, too often."""
+
+    errors: tuple[ClusterError, ...]
 
 
 class RewardModelHandle:

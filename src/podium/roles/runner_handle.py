@@ -4,22 +4,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from podium.cluster import RoleGroup, Workers
-from podium.errors import WorkerDiedError
 from podium.roles.carriers import SamplingPlan
 from podium.roles.episode_runner import EpisodeRunner
 from podium.roles.episode_stream import Block, EpisodeStream, Lost, streaming
 from podium.roles.handles import PHASE_S, GeneratorHandle
 from podium.roles.interfaces import EpisodeSource
-
-# The run ends when a runner dies this often and none of its replacements has ended an episode in between. A stream may
-# stay open for the whole run, so deaths with progress between them are not added up.
-_MOST_DEATHS = 3
+from podium.roles.lost_workers import LostWorker, Replacements
 
 
 class RunnerHandle:
@@ -27,19 +22,19 @@ class RunnerHandle:
 
     def __init__(
         self, workers: Workers, group: RoleGroup[EpisodeRunner], generator: GeneratorHandle,
-        *, lent: GeneratorHandle | None = None, warn: Callable[[str], None],
+        *, lent: GeneratorHandle | None = None, warn: Callable[[str], None], replacements: Replacements,
     ) -> None:  # fmt: skip
-        """`lent`: generators on the learner's devices, which serve at times."""
+        """`lent`: generators on the learner's devices, which serve at times. `replacements` decides whether a runner
+        that dies is replaced."""
         group.requires(EpisodeSource.stream, EpisodeSource.admit)
         self._workers, self._group, self._generator = workers, group.within(PHASE_S, work_only=True), generator
         self._lent = lent
         self._warn, self._warned = warn, set[str]()
-        self._num_deaths: Counter[int] = Counter()  # by rank, since it ended an episode in the current stream
+        self._replacements = replacements
 
     @asynccontextmanager
     async def streaming(self, plan: SamplingPlan) -> AsyncIterator[EpisodeStream]:
         """Streams of all runners, while the generators serve them."""
-        self._num_deaths.clear()
         async with self._generator.serving() as served, streaming(self._group, plan, self._look_at) as stream:
 
             def look(task: asyncio.Task[Any]) -> None:
@@ -62,25 +57,20 @@ class RunnerHandle:
         return {rank: answer.value for rank, answer in zip(self._group.ranks, answers, strict=True)}
 
     async def replace(self, stream: EpisodeStream, lost: Lost) -> None:
-        """Starts another runner. Its unfinished requests to generators are cancelled."""
-        self._num_deaths[lost.rank] += 1
-        if self._num_deaths[lost.rank] == _MOST_DEATHS:
-            raise WorkerDiedError(
-                f"{lost.error}\nThis is death {_MOST_DEATHS} of episode runner {lost.rank}, and no replacement has "
-                "ended an episode. User code runs in other processes, so look for what ends this one: memory of the "
-                "machine, or code that kills its parent. `podium resume` continues the run."
-            ) from lost.error
-        self._warn(f"{str(lost.error).splitlines()[0]} Its unfinished episodes are run again.")
-        await self._generator.forget(str(lost.worker))
-        if self._lent is not None:
-            await self._lent.forget(str(lost.worker))
-        await self._workers.recover(lost.worker.pool)
+        """Starts another runner. The requests of the lost one to generators are cancelled. Raises an error if the run
+        ends."""
+        death = LostWorker(part="runner", worker=lost.worker, error=lost.error, noticed_s=lost.noticed_s)
+        with self._replacements.replacing(death, self._replacements.decide(death)):
+            await self._generator.forget(str(lost.worker))
+            if self._lent is not None:
+                await self._lent.forget(str(lost.worker))
+            await self._workers.recover(lost.worker.pool)
         stream.begin([lost.rank])
 
     def _look_at(self, block: Block) -> None:
         """Notes that its runner makes progress. Shows the warnings of a block, equal ones once."""
         if len(block.ids):
-            del self._num_deaths[block.rank]
+            self._replacements.note_work_done("runner", block.rank)
         for warning in block.note.warnings:
             if warning not in self._warned:
                 self._warned.add(warning)

@@ -21,7 +21,8 @@ class Recovery:
 
     part: str  # what died: grader, runner, generator, learner, controller, rank
     cause: str
-    remedy: str  # what was done: retry, respawn, rewind, restart, attach; fewer: the run went on without it
+    # What was done: retry, respawn, rewind, restart, attach; fewer: without it; give up: without its work.
+    remedy: str
     step: int  # committed when the run went on
     seconds: float  # until then
     time_s: float  # when it went on, since 1970

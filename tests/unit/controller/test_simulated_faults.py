@@ -25,6 +25,7 @@ from podium.controller.simulation.costs import SimulatedSlowness
 from podium.controller.simulation.faults import SimulatedFault, SimulatedStop, random_faults, shortest
 from podium.errors import WorkerDiedError
 from podium.runs.events import recoveries
+from podium.runs.folder import RunFolder
 
 SILENCE = SimulatedSilence(at_s=0.0, pool="train", slot=0, seconds=100.0)
 LOSS = SimulatedLoss(at_s=0.0, pool="train", slot=0)
@@ -132,6 +133,34 @@ def test_a_generator_that_dies_is_replaced_and_nothing_goes_back(tmp_path: Path,
     assert (recovery.part, recovery.remedy) == ("generator", "respawn")
     assert recovery.seconds >= FAULT_COSTS.start_s
     assert run.weights == calm.weights
+
+
+def test_graders_that_die_are_replaced_and_recorded(tmp_path: Path, calm_runs: CalmRuns) -> None:
+    _, calm = calm_runs.of(Case(layout="split", staleness=0))
+    # They have nothing to do when a step begins, so that it is noticed when the first episodes have ended.
+    deaths = [SimulatedDeath(at_s=calm.committed_s[0] + 0.1, pool="graders", slot=slot) for slot in (0, 1)]
+
+    run = run_with(fault_recipe(tmp_path / "killed", "split", 0, restarts=1), deaths)
+
+    found = list(recoveries(run.result.folder))
+    assert [(each.part, each.remedy, each.step) for each in found] == [("grader", "retry", 1)] * len(found)
+    assert {each.cause.split("@")[0] for each in found} == {"graders[0]", "graders[1]"}
+    assert found[0].seconds >= FAULT_COSTS.start_s
+    assert found[-1].seconds > 0  # both are started together, as soon as the first is noticed
+    assert run.weights == calm.weights
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_without_restarts_the_death_of_a_grader_ends_the_run(
+    tmp_path: Path, calm_runs: CalmRuns, staleness: int
+) -> None:
+    _, calm = calm_runs.of(Case(layout="split", staleness=staleness))
+    deaths = [SimulatedDeath(at_s=0.5 * calm.committed_s[0], pool="graders", slot=slot) for slot in (0, 1)]
+    recipe = fault_recipe(tmp_path / "fragile", "split", staleness, restarts=0)
+
+    with pytest.raises(WorkerDiedError, match=r"(?s)graders\[\d\].*The run ends: placement\.restarts is 0"):
+        run_with(recipe, deaths)
+    assert not list(recoveries(RunFolder.of(recipe).path))
 
 
 @pytest.mark.parametrize("pool", ["train", "rollout"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,13 @@ from helpers.made_batches import make_answer, make_rollouts
 from podium.cluster import MeshShape
 from podium.cluster.identity import WorkerId
 from podium.cluster.results import Span
+from podium.controller.recovery import RecoveryPlan
+from podium.controller.replacing import WorkerReplacements
 from podium.errors import DeadlineError, WorkerDiedError
-from podium.roles.carriers import GradeNote, GradeShard
+from podium.roles.carriers import GradeNote, GraderFacts, GradeShard
 from podium.roles.grading_handle import GraderHandle, Rewarded, group_parts, shard_of
 from podium.roles.stages import Rollouts
+from podium.runs.events import recoveries
 
 
 @given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 5))
@@ -68,6 +72,7 @@ class FakeGraders:
         self.ended: list[int] = []
         self.recovered: list[str] = []
         self.warnings: list[str] = []
+        self.notes: list[str] = []
         self.spans: list[Span] = []
         self._answer = answer
 
@@ -102,12 +107,22 @@ def _draws(rank: int, shard: GradeShard) -> GradeNote:
 
 
 def _graded(
-    count: int, answer: Answer, rewards: tuple[int, ...] = (0, 2), show: int = 0, restarts: int = 1
-) -> tuple[FakeGraders, Rollouts, Rewarded]:
+    count: int, answer: Answer, rewards: tuple[int, ...] = (0, 2), show: int = 0, restarts: int = 1,
+    folder: Path | None = None,
+) -> tuple[FakeGraders, Rollouts, Rewarded]:  # fmt: skip
     rollouts = make_rollouts([make_answer(draw, sample) for draw in (3, 5, 6, 8) for sample in (0, 1)])
     fake: Any = FakeGraders(count, answer)
-    handle = GraderHandle(fake, fake, rewards, timeout_s=1.0, warn=fake.warnings.append, restarts=restarts)
+    handle = _handle(fake, rewards, restarts, folder)
     return fake, rollouts, asyncio.run(handle.grade(rollouts, show=show))
+
+
+def _handle(
+    fake: Any, rewards: tuple[int, ...] = (0, 2), restarts: int = 1, folder: Path | None = None
+) -> GraderHandle:
+    replacements = WorkerReplacements(
+        RecoveryPlan(restarts), warn=fake.warnings.append, note=fake.notes.append, folder=folder, step=4
+    )
+    return GraderHandle(fake, fake, rewards, timeout_s=1.0, warn=fake.warnings.append, replacements=replacements)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -181,6 +196,86 @@ def test_a_share_whose_grader_never_answers_is_retried_once() -> None:
 
     assert fake.ended == [0, 0]
     assert np.isnan(found.values_NR).all()
+
+
+def test_without_restarts_the_first_death_of_a_grader_ends_the_run() -> None:
+    def answer(rank: int, shard: GradeShard) -> GradeNote:
+        raise WorkerDiedError("grader 0 is gone")
+
+    with pytest.raises(WorkerDiedError, match=r"grader 0 is gone\nThe run ends: placement\.restarts is 0\."):
+        _graded(1, answer, restarts=0)
+
+
+@pytest.mark.parametrize(
+    ("restarts", "remedy", "words"),
+    [(2, "retry", "graded again"), (1, "give up", "have no reward")],
+)
+def test_deaths_of_graders_are_said_and_recorded(tmp_path: Path, restarts: int, remedy: str, words: str) -> None:
+    failures = iter([WorkerDiedError("grader 0 is gone.\nstack"), WorkerDiedError("grader 0 is gone again.")])
+
+    def answer(rank: int, shard: GradeShard) -> GradeNote:
+        if (error := next(failures, None)) is not None:
+            raise error
+        return _draws(rank, shard)
+
+    fake, _, _ = _graded(1, answer, restarts=restarts, folder=tmp_path)
+
+    first, second = recoveries(tmp_path)
+    assert (first.part, first.cause, first.remedy, first.step) == ("grader", "grader 0 is gone.", "retry", 4)
+    assert (second.cause, second.remedy) == ("grader 0 is gone again.", remedy)
+    assert fake.warnings[0] == "grader 0 is gone. It is replaced, and its episodes are graded again."
+    assert words in fake.warnings[1]
+    assert [note.rpartition(" after ")[0] for note in fake.notes] == ["the grader is back"] * 2
+
+
+def test_a_grader_that_several_batches_had_is_replaced_and_recorded_once(tmp_path: Path) -> None:
+    class SlowGraders(FakeGraders):
+        """The first two batches meet the death, and its replacement takes a moment."""
+
+        num_deaths = 2
+
+        async def control_one(self, rank: int, method: Any, shard: GradeShard, purpose: str) -> Any:
+            await asyncio.sleep(0)
+            if self.num_deaths:
+                self.num_deaths -= 1
+                raise WorkerDiedError("grader 0 is gone.")
+            return SimpleNamespace(value=self._answer(rank, shard))
+
+        async def recover(self, pool: str) -> None:
+            await asyncio.sleep(0.01)
+
+    async def grade_both() -> list[Rewarded]:
+        return list(await asyncio.gather(handle.grade_on(0, rollouts), handle.grade_on(0, rollouts)))
+
+    rollouts, fake = make_rollouts([make_answer(3)]), SlowGraders(1, _draws)
+    handle = _handle(fake, folder=tmp_path)
+    found = asyncio.run(grade_both())
+
+    assert [each.values_NR[:, 0].tolist() for each in found] == [[3], [3]]
+    assert fake.ended == [0]
+    assert len(list(recoveries(tmp_path))) == 1
+
+
+@pytest.mark.parametrize("num_deaths", [1, 2])
+def test_a_grader_that_dies_when_it_is_asked_how_it_works_is_replaced(tmp_path: Path, num_deaths: int) -> None:
+    class DyingGraders(FakeGraders):
+        left = num_deaths
+
+        async def call_one(self, rank: int, method: Any) -> Any:
+            if self.left:
+                self.left -= 1
+                raise WorkerDiedError("grader 0 is gone.")
+            return SimpleNamespace(value=GraderFacts(inputs=(), overlaps=True))
+
+    fake = DyingGraders(1, _draws)
+    handle = _handle(fake, restarts=1, folder=tmp_path)
+
+    if num_deaths == 2:
+        with pytest.raises(WorkerDiedError):
+            asyncio.run(handle.facts())
+    else:
+        assert asyncio.run(handle.facts()).overlaps
+    assert [each.part for each in recoveries(tmp_path)] == ["grader"] * num_deaths
 
 
 def test_what_a_grader_warns_of_is_shown_once() -> None:
