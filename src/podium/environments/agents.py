@@ -28,6 +28,7 @@ from podium.recipe.on_policy import EnvironmentSection
 # Of what a command prints: the end is kept, which has its result or its last error.
 _KEPT_BYTES = 64 << 10
 _SHOWN_LETTERS = 500
+_KILLED_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -160,6 +161,8 @@ async def _run(arguments: Sequence[str], variables: dict[str, str]) -> tuple[int
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):  # it has been killed: its pipes are closed before this returns
+            await asyncio.wait_for(process.wait(), _KILLED_S)
 
 
 async def _end_of(stream: asyncio.StreamReader) -> str:
