@@ -171,3 +171,54 @@ def test_anthropic_streams() -> None:
             assert stream.get_final_message().stop_reason == "end_turn"
         with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
             client.messages.create(model="tiny", max_tokens=-1, messages=[ASK])
+
+
+def test_openai_responses_with_tools_continue_in_a_session_by_id() -> None:
+    tool: Any = {"type": "function", **TOOL["function"]}
+    with running() as (server, loop, url):
+        session = server.gateway.open_session()
+        with openai.OpenAI(base_url=f"{url}{session.path}/v1", api_key=session.key) as client:
+            first = client.responses.create(model="any", input=[ASK], tools=[tool])
+            assert first.output_text == "I call."
+            call = first.output[-1]
+            assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "add", {"a": 1})
+            result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
+            second = client.responses.create(model="any", input=[result], tools=[tool], previous_response_id=first.id)
+            assert second.output_text == "it is 2"
+        record = closed(server, loop, session.id)
+
+    assert [branch.turns for branch in record.branches] == [(0, 1)]
+
+
+def test_openai_streams_responses() -> None:
+    with running() as (_, _, url), openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        with client.responses.stream(model="tiny", input="2+2?") as stream:
+            deltas = [each.delta for each in stream if each.type == "response.output_text.delta"]
+            final = stream.get_final_response()
+        assert "".join(deltas) == final.output_text == "four words are here"
+
+
+def test_a_client_of_openai_with_a_short_timeout_gets_the_answer_that_it_asked_for_first() -> None:
+    with running() as (server, loop, url):
+        session = server.gateway.open_session()
+        server.engine.held.set()
+        threading.Timer(1.5, server.engine.held.clear).start()
+        with openai.OpenAI(
+            base_url=f"{url}{session.path}/v1", api_key=session.key, timeout=0.5, max_retries=20
+        ) as client:
+            message = client.chat.completions.create(model="any", messages=[ASK]).choices[0].message
+        record = closed(server, loop, session.id)
+
+    assert message.content == "four words are here"
+    assert (record.turns, record.requests, record.discarded_tokens) == (1, 1, 0)
+    assert record.repeated_requests >= 1
+
+
+def test_anthropic_counts_tokens_and_raises_its_own_errors() -> None:
+    with running() as (_, _, url), anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        counted = client.messages.count_tokens(model="tiny", messages=[ASK])
+        message = client.messages.create(model="tiny", max_tokens=99, messages=[ASK])
+        assert counted.input_tokens == message.usage.input_tokens
+        thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+        with pytest.raises(anthropic.BadRequestError, match="thinking"):
+            client.messages.create(model="tiny", max_tokens=2000, messages=[ASK], thinking=thinking)
