@@ -22,7 +22,7 @@ from podium.planning.alarms import alarm_of
 from podium.planning.prediction import Part, part_of
 from podium.planning.run_costs import estimate_costs
 from podium.planning.run_records import configuration_of, read_records, workload_of
-from podium.planning.suggestion import candidates, suggest, suggestion_lines
+from podium.planning.suggestion import candidates, stage_lines, suggest, suggestion_lines
 from podium.recipe import parse_recipe
 
 SPLIT = {"layout": "split", "devices": 2}
@@ -163,6 +163,20 @@ def test_a_batch_that_cannot_be_divided_names_the_plan(tmp_path: Path, monkeypat
     monkeypatch.setattr("podium.planning.suggestion._MOST_EPISODES", 4)
     run = ran(tmp_path, QUICK, steps=5)
     assert suggestion_lines(run) == [f"what would be faster: podium plan --from {run}"]
+
+
+def test_a_pipeline_has_a_line_for_each_stage_that_has_one(tmp_path: Path) -> None:
+    costs = replace(QUICK, grading_s=LogNormal(median=4.0), graders=2)
+    run = ran(tmp_path, costs, grading={"workers": 2}, steps=6)
+    pipeline = run.parent
+    values = {"order": ["simulated", "later"], "parents": {}}
+    (pipeline / "pipeline.json").write_text(json.dumps(values))
+
+    (line,) = stage_lines(pipeline, budget_s=60.0)
+    assert line.startswith("stage simulated: suggestion: ")
+    assert "grading.workers 2 → 4" in line
+    assert stage_lines(pipeline, budget_s=-1.0) == []
+    assert stage_lines(tmp_path) == []
 
 
 def test_overlap_is_suggested_with_its_price(tmp_path: Path) -> None:
