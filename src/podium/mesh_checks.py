@@ -75,7 +75,8 @@ def check_generator_mesh(recipe: OnPolicyRecipe) -> None:
         )
     left = tensor_plan.undivided(config, size)
     if left:
-        apart = recipe.placement.rollout_devices or recipe.placement.devices // 2
+        placement = recipe.placement
+        apart = placement.rollout_devices or placement.devices // (1 if placement.layout == "colocated" else 2)
         fits = [each for each in tensor_plan.possible_sizes(config, apart) if apart % each == 0]
         best = min(fits, key=lambda each: (abs(math.log(each / size)), each))
         raise RecipeError(

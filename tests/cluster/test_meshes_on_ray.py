@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 INLINE = {"launcher": "inline", "layout": "colocated", "devices": 1}
 TENSOR = {"policy": {"tensor": 2}}
 CONTEXT = {"policy": {"context": 2}}
+TOGETHER = {"generator": {"tensor": 2}}  # two learners' devices hold one generator
 COLOCATED = {"layout": "colocated", "devices": 2}
 SPLIT = {"layout": "split", "devices": 3, "rollout_devices": 1}
 ELASTIC = {"layout": "elastic", "devices": 3, "rollout_devices": 1}
@@ -46,6 +47,9 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "agent, elastic, context": ("tool-agent", {**ELASTIC, **CONTEXT}),
     "distillation, split, context": ("on-policy-distillation", {**SPLIT, **CONTEXT}),
     "grpo, four": ("grpo", {"layout": "colocated", "devices": 4, "policy": {"shard": 2, "tensor": 2}}),
+    "grpo, four, together": ("grpo", {"layout": "colocated", "devices": 4, "policy": {"context": 2}, **TOGETHER}),
+    "agent, together": ("tool-agent", {**COLOCATED, **CONTEXT, **TOGETHER}),
+    "adapter, together": ("lora-grpo", {**COLOCATED, **TENSOR, **TOGETHER}),
 }
 # Of golden runs, but for these: a reward model whose vocabulary is not divided, and a reference that is refreshed.
 CHANGES: Mapping[str, Mapping[str, Any]] = {
@@ -124,6 +128,23 @@ def test_learners_that_divide_experts_have_the_numbers_of_one_process(task: Path
     require_same(run, alone)
     said = " ".join((task / "mixture-divided.log").read_text().split())
     assert "learn {replicate: 1, shard: 2, tensor: 1} with experts: 2" in said
+
+
+def test_learners_hold_the_generator_of_a_mixture_together_and_free_it_while_they_learn(
+    task: Path, local_ray: None
+) -> None:
+    save_tiny_model("qwen3_moe", task / "mixture-2", vocab_size=len(tiny_tokenizer()))
+    tiny_tokenizer().save_pretrained(task / "mixture-2")
+    model = {**recipe("grpo")["model"], "path": "mixture-2"}
+    rollout = {**recipe("grpo")["rollout"], "offload_optimizer": True}
+    alone = run_of(task, "grpo", "mixture-2-alone", INLINE, model=model)
+
+    placement = {"launcher": "ray", **COLOCATED, **TOGETHER, "experts": 2}
+    run = run_of(task, "grpo", "mixture-together", placement, model=model, rollout=rollout)
+
+    require_same(run, alone)
+    said = " ".join((task / "mixture-together.log").read_text().split())
+    assert "1 generate (native, each on 2)" in said
 
 
 def test_a_run_is_replayed_and_continues_on_other_meshes(task: Path, local_ray: None) -> None:

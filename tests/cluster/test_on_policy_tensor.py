@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ COMPARED = ("reward/mean", "response/mean", "loss", "grad_norm", "entropy", "tra
 KILLING = """
 import os, signal, threading
 from pathlib import Path
+from typing import Any
 
 LOCK, DONE, CALLS = threading.Lock(), Path(__file__).with_name("killed"), []
 
@@ -85,3 +87,17 @@ def test_a_generator_of_two_ranks_has_the_numbers_of_one_process_also_after_a_de
     api.train(workspace.path / stale)
     assert {1, 2, 3} <= numbers(workspace.path / "runs" / "stale").keys()
     wait_until(lambda: set(ranks_of_engines()) <= set(before), "the end of all ranks", deadline_s=30)
+
+
+COLOCATED = {"launcher": "ray", "devices": 2, "generator": {"tensor": 2}}
+
+
+@pytest.mark.parametrize("more", [{}, {"policy": {"tensor": 2}}], ids=["sharded", "divided"])
+def test_learners_that_generate_together_have_the_numbers_of_one_process(
+    workspace: Workspace, local_ray: None, more: dict[str, Any]
+) -> None:
+    """Two learners' devices hold one generator, with a part of the weights each."""
+    api.train(workspace.path / rl_recipe(workspace, "inline"))
+    api.train(workspace.path / rl_recipe(workspace, "together", placement={**COLOCATED, **more}))
+    require_same(workspace, "together")
+    assert all(0 < numbers(workspace.path / "runs" / "together")[step]["gap/mean"] < 1e-5 for step in (1, 2, 3))

@@ -17,7 +17,7 @@ from podium.controller.evaluation import OnPolicyEvaluator, heldout_limit
 from podium.controller.layout import GRADER, RUNNER, RoleNames, state_folders
 from podium.controller.ledger import LEDGER_FILE, Ledger
 from podium.controller.parts import OnPolicyParts, Roles
-from podium.controller.phases import GENERATOR, who_leaves
+from podium.controller.phases import GENERATOR, PARTS, who_leaves
 from podium.controller.prompts import PromptSource
 from podium.controller.recovery import RecoveryPlan
 from podium.controller.replacing import WorkerReplacements
@@ -39,7 +39,17 @@ from podium.roles.episode_runner import EpisodeRunner
 from podium.roles.grader import Grader, require_scorable_heldout
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
 from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
-from podium.roles.interfaces import POLICY, Critic, Generator, Learner, LearnerFacts, RewardModel, Scorer, Stateful
+from podium.roles.interfaces import (
+    POLICY,
+    Critic,
+    Generator,
+    GeneratorPart,
+    Learner,
+    LearnerFacts,
+    RewardModel,
+    Scorer,
+    Stateful,
+)
 from podium.roles.runner_handle import RunnerHandle
 from podium.roles.state_handle import StateHandle
 from podium.runs.folder import RunFolder
@@ -212,7 +222,8 @@ async def _roles(
         workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s, warn=warn,
         replacements=replacements, judging_s=recipe.judging_s,
     )  # fmt: skip
-    generator = GeneratorHandle(workers.role(GENERATOR, Generator))
+    parts = workers.role(PARTS, GeneratorPart) if recipe.placement.colocated_tensor > 1 else None
+    generator = GeneratorHandle(workers.role(GENERATOR, Generator), parts)
     lent = None if names.lent is None else GeneratorHandle(workers.role(names.lent, Generator))
     runner = None
     if recipe.environment is not None:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from podium.cluster import Layout, MeshShape, Pool, Resources, RoleSpec
-from podium.controller.phases import CRITIC, GENERATOR, LENT, REFERENCE
+from podium.controller.phases import CRITIC, GENERATOR, LENT, PARTS, REFERENCE
 from podium.errors import CheckpointError
 from podium.models.cpu_settings import CpuSettings
 from podium.models.folder import local_folder
@@ -22,6 +23,7 @@ from podium.roles.interfaces import (
     Critic,
     CriticSpec,
     Generator,
+    GeneratorPart,
     GeneratorSpec,
     Learner,
     LearnerSpec,
@@ -110,7 +112,9 @@ def layout_of(
     apart = recipe.placement.devices - ranks
     each = Resources(cpus=_DEVICE_CPUS, gpus=1.0 if device == "cuda" else 0.0)
     # A tensor group passes values in every layer: it stays on one node.
-    pools = [Pool(name=TRAIN, slots=ranks, each=each, together=recipe.placement.mesh_sizes.tensor)]
+    shared = recipe.placement.colocated_tensor
+    together = math.lcm(recipe.placement.mesh_sizes.tensor, shared)
+    pools = [Pool(name=TRAIN, slots=ranks, each=each, together=together)]
     roles = _train_roles(recipe, folder, names, ranks=ranks, device=device, resume_step=resume_step, cpu=cpu)
     if apart:
         size, grace_s = recipe.placement.generator_tensor, recipe.placement.grace_s
@@ -124,7 +128,10 @@ def layout_of(
             roles.append(_role(names.lent, Generator, TRAIN, MeshShape(replica=ranks), lent))
     else:
         generator = _generator(recipe, learner=POLICY)
-        roles.append(_role(GENERATOR, Generator, TRAIN, MeshShape(replica=ranks), generator))
+        if shared > 1:
+            roles.append(_role(PARTS, GeneratorPart, TRAIN, MeshShape(replica=ranks), generator))
+        engines = _role(GENERATOR, Generator, TRAIN, MeshShape(replica=ranks // shared), generator)
+        roles.append(replace(engines, slots=tuple(range(0, ranks, shared))))
     helper_pools, helper_roles = _helper_roles(recipe, lent=names.lent, run=folder.path.resolve())
     return Layout(pools=(*pools, *helper_pools), roles=(*roles, *helper_roles))
 
@@ -279,7 +286,8 @@ def _generator(recipe: OnPolicyRecipe, *, learner: str | None) -> GeneratorSpec:
         learner=learner,
         deadline_s=recipe.placement.timeout_s + HANG_SLACK_S,
         records_experts=recipe.may_replay_routers,
-        tensor=recipe.placement.generator_tensor if learner is None else 1,
+        tensor=recipe.placement.generator_tensor if learner is None else recipe.placement.colocated_tensor,
+        parts=PARTS if learner is not None and recipe.placement.colocated_tensor > 1 else None,
     )
 
 

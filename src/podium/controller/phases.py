@@ -17,6 +17,9 @@ GENERATOR, CRITIC, REFERENCE = "generator", "critic", "reference"
 LENT = "lent-generator"
 """Generators on the learner's devices in layout elastic. They work between phases: when the learner waits."""
 
+PARTS = "generator-parts"
+"""Parts of generators that several learners' devices hold together. Their engine says what they hold."""
+
 # Roles that work in each phase. Names with a number (teacher-0, reward-1) are scorers.
 _AT_WORK: Mapping[Phase, tuple[str, ...]] = {
     "rollout": (GENERATOR,),

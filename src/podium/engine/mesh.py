@@ -239,6 +239,13 @@ def _of_fsdp(ranks_RSP: Tensor, mesh: Mesh, timeout_s: float) -> DeviceMesh:
     return DeviceMesh.from_group(groups, mesh.device.type, mesh=own_RS, mesh_dim_names=names)
 
 
+def neighbours(mesh: Mesh, size: int, *, timeout_s: float) -> TensorAxis:
+    """Another tensor axis over the same ranks, beside those of the mesh: so many ranks with neighbouring numbers.
+    Collective."""
+    group = _axis_group(torch.arange(mesh.world).view(-1, size), 1, timeout_s)
+    return TensorAxis(group=group, rank=mesh.rank % size, size=size)
+
+
 def _axis_group(ranks: Tensor, axis: int, timeout_s: float) -> dist.ProcessGroup:
     """This rank's group along one axis. Only its ranks form it: among 1,024 ranks there are hundreds of groups.
     Collective."""

@@ -239,7 +239,7 @@ class _Needs:
             phases.append(self._phase("rollout", "generator", terms, self._generators(recipe)))
         else:
             copies = [] if ranks == 1 else [MemoryTerm(name="weight copies", num_bytes=own[0].num_bytes)]
-            terms = self._with_cache([*kept, *beside, *copies])
+            terms = self._with_cache([*kept, *beside, *copies], recipe.placement.colocated_tensor)
             phases.append(self._phase("rollout", "learner", terms, self._workers))
             if not sleeps:
                 cache_while_learning = [*copies, *_named(terms, "KV cache")]

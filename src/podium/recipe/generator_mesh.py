@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from podium.recipe.fields import Count, Section
+from podium.recipe.policy_mesh import PolicyMeshSection
 
 if TYPE_CHECKING:
     from podium.recipe.recipes import OnPolicyRecipe
@@ -23,8 +24,8 @@ class GeneratorMeshSection(Section):
     tensor: Count = Field(
         1,
         description="Tensor parallelism: so many devices of one node hold each generator's weights and KV cache "
-        "together, with layout split. Divides `rollout_devices`, the model's attention and key-value heads, and with "
-        "the native engine the experts of a mixture.",
+        "together, with layout split or colocated. Divides the devices that generate, the model's attention and "
+        "key-value heads, and with the native engine the experts of a mixture.",
     )
 
 
@@ -41,14 +42,24 @@ def generator_rules(recipe: OnPolicyRecipe) -> Iterator[str]:
     size = placement.generator_tensor
     if size == 1:
         return
-    if placement.layout != "split":
+    if placement.layout == "elastic":
         yield (
-            f"{KEY}: {size} devices of one generator need devices of their own, and with layout {placement.layout} the "
-            "learner's devices generate. Set placement.layout to split, or remove it."
+            f"{KEY}: with layout elastic each of the learner's devices generates by itself. Set placement.layout to "
+            "split or colocated, or remove it."
         )
         return
-    first = placement.rollout_devices or placement.devices // 2
-    asked = {"rollout_devices": first, "max_rollout_devices": placement.max_rollout_devices}
+    learners = placement.policy.tensor if isinstance(placement.policy, PolicyMeshSection) else 1
+    if placement.layout == "colocated":
+        asked: dict[str, int | None] = {"devices": placement.devices}
+        if size % learners and learners % size:
+            yield (
+                f"{KEY}: {size} and placement.policy.tensor {learners} divide the same devices of one node, and "
+                f"neither divides the other. Use {nearest_divisor(size, learners)}."
+            )
+            return
+    else:
+        first = placement.rollout_devices or placement.devices // 2
+        asked = {"rollout_devices": first, "max_rollout_devices": placement.max_rollout_devices}
     for key, count in asked.items():
         if count is not None and count % size:
             fits = nearest_divisor(size, *(each for each in asked.values() if each is not None))

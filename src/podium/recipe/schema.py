@@ -318,6 +318,11 @@ class OnPolicyPlacementSection(PlacementSection):
         """Number of devices of each generator."""
         return 1 if self.generator is None else self.generator.tensor
 
+    @property
+    def colocated_tensor(self) -> int:
+        """Number of learners' devices that hold each generator together."""
+        return self.generator_tensor if self.layout == "colocated" else 1
+
 
 class CheckpointSection(Section):
     """When the run is saved and how many saves are kept."""

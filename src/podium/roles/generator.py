@@ -25,6 +25,7 @@ from podium.roles.admissions import Admissions
 from podium.roles.blocks import block_of, sampled_so_far
 from podium.roles.carriers import PromptShard, Residency, SamplingPlan
 from podium.roles.engine_summaries import EngineSummaries
+from podium.roles.generator_part import GeneratorPartRank
 from podium.roles.interfaces import Generator, GeneratorSpec, GeneratorUsage
 from podium.roles.learner import LearnerRank
 from podium.roles.mailboxes import Mailboxes
@@ -54,6 +55,7 @@ class GeneratorRank(Generator):
         self._stops = stop_tokens(self._tokenizer, spec.folder)
         self._copy: WholeCopy | None = None
         self._learner: LearnerRank | None = None
+        self._part: GeneratorPartRank | None = None
         self._engine: RolloutEngine = self._open()
         self._peak_tokens = 0
         self._admissions, self._mailboxes = Admissions(), Mailboxes()
@@ -189,6 +191,10 @@ class GeneratorRank(Generator):
         assert self._learner is not None
         assert isinstance(self._engine, NativeEngine)
         self._engine.wake()
+        if self._part is not None:  # all parts have been refilled
+            version = self._part.version(number)
+            self._engine.install(version, None)
+            return version.fingerprint
         if self._copy is not None:
             self._copy.refill()
         version = self._learner.weights.describe(number)
@@ -240,8 +246,13 @@ class GeneratorRank(Generator):
             )  # fmt: skip
             return opened.engine
         self._learner = learner = context.colocated_role(spec.learner, LearnerRank)
-        mesh, model = learner.mesh, learner.engine.language_model
-        if mesh.world > 1:
+        mesh, model, group = learner.mesh, learner.engine.language_model, None
+        if spec.parts is not None:
+            self._part = context.colocated_role(spec.parts, GeneratorPartRank)
+            self._copy, group = self._part.copy, self._part.leader
+            group.on_death = _end_with_a_rank
+            model = self._copy.model
+        elif mesh.world > 1:
             config = load_config(spec.folder, trust_remote_code=spec.model.trust_remote_code)
             dtype = compute_dtype(spec.model, mesh.device)
             self._copy = WholeCopy(learner.weights, spec.model, config, device=mesh.device, dtype=dtype)
@@ -249,8 +260,9 @@ class GeneratorRank(Generator):
             model = self._copy.model
         with torch.no_grad():
             return NativeEngine(
-                model, mesh.device, section, decode=self._decode, copy=self._copy, records_experts=spec.records_experts
-            )
+                model, mesh.device, section, decode=self._decode, copy=self._copy,
+                records_experts=spec.records_experts, group=group,
+            )  # fmt: skip
 
     def _requests(self, shard: PromptShard, plan: SamplingPlan) -> list[Request]:
         stops, strings = parted_stops(self._tokenizer, plan.stop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,16 @@ from podium.roles.carriers import (
     ValueShard,
 )
 from podium.roles.episode_stream import EpisodeStream, Lost, streaming
-from podium.roles.interfaces import Critic, CriticShard, Generator, GeneratorUsage, Learner, LearnerFacts, Scorer
+from podium.roles.interfaces import (
+    Critic,
+    CriticShard,
+    Generator,
+    GeneratorPart,
+    GeneratorUsage,
+    Learner,
+    LearnerFacts,
+    Scorer,
+)
 from podium.roles.mini_batches import (
     deal_mini_batches,
     even_parts,
@@ -62,9 +71,11 @@ _DEATH_S = 10.0
 class GeneratorHandle:
     """Generators on all generating devices."""
 
-    def __init__(self, group: RoleGroup[Generator]) -> None:
+    def __init__(self, group: RoleGroup[Generator], parts: RoleGroup[GeneratorPart] | None = None) -> None:
+        """`parts`: of generators that several learners' devices hold together."""
         group.requires(Generator.stream, Generator.install, Generator.share, Generator.hold, Generator.usage)
         self._group = group.within(PHASE_S, work_only=True)
+        self._parts = None if parts is None else parts.within(PHASE_S, work_only=True)
 
     @property
     def num_engines(self) -> int:
@@ -81,9 +92,30 @@ class GeneratorHandle:
         """Their workers."""
         return self._group.workers
 
-    def streaming(self, plan: SamplingPlan) -> AbstractAsyncContextManager[EpisodeStream]:
+    @asynccontextmanager
+    async def streaming(self, plan: SamplingPlan) -> AsyncIterator[EpisodeStream]:
         """Streams of all engines."""
-        return streaming(self._group, plan)
+        async with self._accompanied(), streaming(self._group, plan) as stream:
+            yield stream
+
+    @asynccontextmanager
+    async def _accompanied(self) -> AsyncIterator[None]:
+        """Inside, workers that follow an engine do nothing else, as those with an engine do."""
+        if self._parts is None:
+            yield
+            return
+        parts, leading = self._parts, set(self._group.workers)
+        following = [rank for rank, worker in zip(parts.ranks, parts.workers, strict=True) if worker not in leading]
+        calls = asyncio.gather(*(parts.call_one(rank, GeneratorPart.accompany) for rank in following))
+        try:
+            yield
+        finally:
+            await asyncio.gather(*(self._leave(parts, rank) for rank in following))
+            await calls
+
+    async def _leave(self, parts: RoleGroup[GeneratorPart], rank: int) -> None:
+        with suppress(WorkerDiedError):  # the others must return all the same; the call itself raises it
+            await parts.control_one(rank, GeneratorPart.leave)
 
     async def replace(self, stream: EpisodeStream, lost: Lost) -> None:
         """Raises the error: who has its weights replaces it, or the run goes back to its last committed step."""
@@ -102,13 +134,14 @@ class GeneratorHandle:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[asyncio.Task[tuple[CallResult[tuple[Metric, ...]], ...]]]:
         """Generators answer episode runners inside this context; the task returns their metrics afterwards."""
-        await self._group.call_all(Generator.begin_serving)
-        serving = asyncio.create_task(self._group.call_all(Generator.serve))
-        try:
-            yield serving
-        finally:
-            await asyncio.gather(*(self._stop_serving(rank) for rank in self.ranks))
-            await serving
+        async with self._accompanied():
+            await self._group.call_all(Generator.begin_serving)
+            serving = asyncio.create_task(self._group.call_all(Generator.serve))
+            try:
+                yield serving
+            finally:
+                await asyncio.gather(*(self._stop_serving(rank) for rank in self.ranks))
+                await serving
 
     async def _stop_serving(self, rank: int) -> None:
         with suppress(WorkerDiedError):  # the others must stop all the same; `serving` raises it
@@ -124,6 +157,8 @@ class GeneratorHandle:
 
     async def share(self, number: int) -> str:
         """Makes the current weights of the colocated learner version `number`."""
+        if self._parts is not None:
+            await self._parts.call_all(GeneratorPart.refill, number)
         return (await self._group.call_all(Generator.share, number))[0].value
 
     async def check_base(self, version: WeightVersion) -> None:

@@ -216,7 +216,8 @@ class GeneratorSpec:
     cpu: CpuSettings | None = None
     deadline_s: float = 600.0  # without progress
     records_experts: bool = False  # which ones of a mixture tokens go to
-    tensor: int = 1  # devices that hold its weights together, if it has its own
+    tensor: int = 1  # devices that hold its weights together
+    parts: str | None = None  # role on these devices, each of which holds its part of the learner's weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +311,28 @@ class Generator(EpisodeSource):
     @abstractmethod
     def usage(self) -> GeneratorUsage:
         """What the generator does and has done. For control threads."""
+
+
+class GeneratorPart(Interruptible):
+    """One device's part of a generator that several learners' devices hold together. The first of them has the engine;
+    the others follow it on a thread of their own, while `accompany` keeps other calls from their devices."""
+
+    @abstractmethod
+    def refill(self, number: int) -> str:
+        """Takes this rank's part of the learner's weights, which are version `number`; returns their fingerprint.
+        Collective over the learners."""
+
+    @abstractmethod
+    def accompany(self) -> None:
+        """Returns after `leave`."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Ends `accompany`. For control threads."""
+
+    def abandon(self) -> None:
+        """Ends `accompany`."""
+        self.leave()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -429,6 +452,7 @@ class RewardModel(ABC):
 IMPLEMENTATIONS: Mapping[type[Any], str] = {
     Learner: "podium.roles.learner:LearnerRank",
     Generator: "podium.roles.generator:GeneratorRank",
+    GeneratorPart: "podium.roles.generator_part:GeneratorPartRank",
     Critic: "podium.roles.critic:CriticRank",
     Scorer: "podium.roles.scorer:ScorerRank",
     RewardModel: "podium.roles.reward_model:RewardModelRank",

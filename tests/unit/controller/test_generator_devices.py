@@ -43,10 +43,15 @@ def split(*others: str, devices: int = 8, rollout: int | None = 4) -> tuple[str,
             split("placement.generator={tensor: 4}", "placement.max_rollout_devices=6"),
             r"4 does not divide the 6 devices .*max_rollout_devices\). Use 2, or set .* to 8\.",
         ),
-        (("placement.generator={tensor: 2}",), r"with layout colocated the learner's devices generate\. Set .* split"),
+        (("placement.generator={tensor: 2}",), r"2 does not divide the 1 devices .*placement\.devices\)\. Use 1, or"),
+        (("placement.devices=6", "placement.generator={tensor: 4}"), r"4 does not divide the 6 devices .* Use 3, or"),
+        (
+            ("placement={devices: 12, policy: {tensor: 3}}", "placement.generator={tensor: 2}", "model.pad_vocab_to=6"),
+            r"2 and placement\.policy\.tensor 3 divide the same devices .* neither divides the other\. Use 3\.",
+        ),
         (
             ("placement={layout: elastic, devices: 4}", "placement.generator={tensor: 2}"),
-            r"with layout elastic the learner's devices generate",
+            r"with layout elastic each of the learner's devices generates by itself\. Set .* split or colocated",
         ),
         (split("placement.generator={tensor: 4}", "model.pad_vocab_to=2"), r"pad_vocab_to: 2 is no multiple.*Use 4\."),
         (split("placement.generator={tensor: 0}"), r"tensor"),
@@ -167,3 +172,30 @@ def test_the_devices_of_a_generator_are_never_on_two_nodes(here: Path) -> None:
     outcome = preflight(bundles, [node("a", 3.0), node("b", 1.0)])
     assert isinstance(outcome, TooLarge)
     assert "2 GPU" in message(outcome)
+
+
+def test_learners_devices_hold_generators_together_on_one_node(tmp_path: Path) -> None:
+    """The shape of 64 devices that docs/scaling.md has."""
+    mixture = {"model_type": "qwen3_moe", "num_experts": 128, "num_key_value_heads": 4, "moe_intermediate_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **mixture, "mlp_only_layers": []}))
+    recipe = on_policy_recipe(
+        f"model.path={tmp_path}", "placement.devices=64", "placement.experts=8", "placement.generator={tensor: 4}",
+        "placement.policy={replicate: 2, shard: 8, tensor: 2, context: 2}",
+    )  # fmt: skip
+    assert not [str(each) for each in problems_of(recipe) if "placement" in str(each)]
+    found = layout_of(recipe, RunFolder(path=tmp_path / "run"), device="cuda", resume_step=None)
+
+    assert (found.pool("train").slots, found.pool("train").together) == (64, 4)
+    roles = {role.name: role for role in found.roles}
+    assert [role for role in roles if role.startswith("generator")] == ["generator-parts", "generator"]  # built so
+    assert found.mesh(roles["generator-parts"]).slots == tuple(range(64))
+    assert found.mesh(roles["generator"]).slots == tuple(range(0, 64, 4))
+    (spec,) = roles["generator"].arguments
+    assert (spec.tensor, spec.parts, spec.learner) == (4, "generator-parts", "policy")
+
+
+def test_without_it_each_learners_device_has_an_engine(here: Path) -> None:
+    roles = {role.name: role for role in layout("placement.devices=2").roles}
+    assert "generator-parts" not in roles
+    assert layout("placement.devices=2").mesh(roles["generator"]).slots == (0, 1)
+    assert roles["generator"].arguments[0].parts is None

@@ -30,6 +30,7 @@ from podium.rollout.native.tensor_group import (
     Verify,
     Wake,
 )
+from podium.weights.whole_copy import WholeCopy
 
 
 class Follower:
@@ -42,10 +43,13 @@ class Follower:
         *,
         receive: Callable[[], Command],
         answer: Callable[[Any], object],
+        copy: WholeCopy | None = None,
     ) -> None:
-        """`receive` waits for the next command; it ends this rank when rank 0 is gone."""
+        """`receive` waits for the next command; it ends this rank when rank 0 is gone. `copy`: of a learner's weights,
+        which is freed while the engine sleeps."""
         model.eval()
         self._model, self._device, self._receive, self._answer = model, device, receive, answer
+        self._copy = copy
         self._modules: Sequence[nn.Module] = ()
         self._shapes: Sequence[LayerShape] = ()
         self._holding: Holding | None = None
@@ -124,14 +128,18 @@ class Follower:
     def _sleep(self) -> MemoryChange:
         assert self._holding is not None
         before = free_bytes(self._device)
-        accounted = self._holding.release()
+        accounted = self._holding.release() + (0 if self._copy is None else self._copy.release())
         return MemoryChange(measured_bytes=self._measured(before), accounted_bytes=accounted)
 
     def _wake(self) -> MemoryChange:
         assert self._holding is not None
         before = free_bytes(self._device)
         self._holding.restore()
-        return MemoryChange(measured_bytes=-self._measured(before), accounted_bytes=self._holding.nbytes)
+        accounted = self._holding.nbytes
+        if self._copy is not None:
+            self._copy.restore()
+            accounted += self._copy.nbytes
+        return MemoryChange(measured_bytes=-self._measured(before), accounted_bytes=accounted)
 
     def _measured(self, before: int) -> int:
         return free_bytes(self._device) - before if self._device.type == "cuda" else 0
