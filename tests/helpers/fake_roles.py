@@ -397,7 +397,7 @@ class FakeCritic(_Placed):
 
     async def update(
         self, rows: RowRefs[TrajectoryBlock], columns: RowRefs[ValueColumns], algorithm: Any, *, lr: float, step: int,
-        seed: int,
+        seed: int, prefixes: Any = None,
     ) -> CriticReport:  # fmt: skip
         self._works("update", step, lr)
         assert columns.ids.same_as(rows.ids)

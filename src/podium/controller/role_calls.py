@@ -148,10 +148,12 @@ class CriticRole:
             )
         recipe, section = self._parts.recipe, self._parts.recipe.critic_section
         assert section is not None, "a recipe with this role has its section"
+        # A critic of another model may not share prefixes: its micro-batches must hold whole episodes.
+        prefixes = batch.rollouts.note.prefixes if section.path is None else None
         lr = batch.lr * (section.lr or recipe.optimizer.lr) / recipe.optimizer.lr
         self._state.updated_roles.add("critic")
         async with self._devices.phase("update"):
             return await self._handle.update(
                 batch.rollouts.rows, batch.advantages.columns, recipe.full_algorithm, lr=lr, step=batch.step,
-                seed=recipe.run.seed,
+                seed=recipe.run.seed, prefixes=prefixes,
             )  # fmt: skip

@@ -22,6 +22,7 @@ from podium.cluster import RowRefs, Stored
 from podium.cluster.blocking import in_thread
 from podium.controller.ledger import GroupRecord
 from podium.controller.open_groups import SampledStep
+from podium.data.prefixes import RowPrefixes
 from podium.data.tasks import Task
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
 from podium.disk import disk_fault, size_text
@@ -245,6 +246,7 @@ def _unpacked_rollouts(
         errors=dict(values["errors"]),
         counts={key: arrays[f"{name}.counts.{number}"] for number, key in enumerate(values["counts"])},
         warnings=tuple(values["warnings"]),
+        prefixes=RowPrefixes.of(block),
     )
     return Rollouts(
         step=values["step"],

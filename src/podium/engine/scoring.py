@@ -11,15 +11,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from podium.data.documents import Document, PackedBatch, PackedExamples, pack
+from podium.data.prefix_splitting import share_in_micro_batches
+from podium.data.prefixes import PrefixCost, RowPrefixes
 from podium.data.splitting import split_step
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock
 from podium.engine.mesh import Mesh
 from podium.models.causal_lm import PackedCausalLM
 from podium.models.packing import TokenBatch, round_tokens, rows_to_device, to_device
+from podium.models.prefix_sharing import prefix_cost
 from podium.models.scalar import PackedScalarLM
+from podium.models.training_mode import TrainedModule
 from podium.progress import mark_progress
 
 
@@ -32,15 +36,21 @@ class ScoringBatch:
     places_S: Ints
 
 
-def scoring_batches(block: TrajectoryBlock, *, max_tokens: int, replays: bool = False) -> list[ScoringBatch]:
+def scoring_batches(
+    block: TrajectoryBlock, *, max_tokens: int, replays: bool = False, prefixes: PrefixCost | None = None
+) -> list[ScoringBatch]:
     """The trajectories with sampled tokens in as few micro-batches as possible. Tokens after a trajectory's last
     sampled token are left out; a trajectory longer than the budget gets its own micro-batch. `replays`: routers choose
-    the experts that the block has recorded."""
+    the experts that the block has recorded. `prefixes`: trajectories with one prompt share a micro-batch where that
+    pays."""
     documents, begins = _documents(block, replays=replays)
     if not documents:
         return []
     lengths = [document.num_inputs for document in documents]
     plan = split_step(lengths, num_ranks=1, max_tokens=max(max_tokens, *lengths))
+    if prefixes is not None:
+        of_rows = RowPrefixes.of(block).take(np.searchsorted(block.offsets, begins, side="right") - 1)
+        plan = share_in_micro_batches(plan, prefixes.sequence.of(lengths), of_rows, prefixes)
     batches = []
     for rows in plan.micro_batches[0]:
         # Neighbours of equal length share one attention call.
@@ -81,7 +91,9 @@ def summed_logprobs(model: PackedCausalLM, mesh: Mesh, batch: PackedExamples) ->
     was_training = model.training
     model.eval()
     try:
-        tokens = to_device(batch.packed, mesh.device, multiple=round_tokens(mesh.device))
+        tokens = to_device(
+            batch.packed, mesh.device, multiple=round_tokens(mesh.device), prefixes=prefix_cost(model, mesh.device)
+        )
         logprobs_S: Tensor = model(tokens, None, "logprobs")
     finally:
         model.train(was_training)
@@ -90,7 +102,7 @@ def summed_logprobs(model: PackedCausalLM, mesh: Mesh, batch: PackedExamples) ->
 
 @torch.no_grad()
 def _seen(
-    model: nn.Module,
+    model: TrainedModule,
     mesh: Mesh,
     block: TrajectoryBlock,
     max_tokens: int,
@@ -98,7 +110,8 @@ def _seen(
     *,
     replays: bool = False,
 ) -> TokenColumn:
-    batches = scoring_batches(block, max_tokens=max_tokens, replays=replays)
+    prefixes = prefix_cost(model, mesh.device)
+    batches = scoring_batches(block, max_tokens=max_tokens, replays=replays, prefixes=prefixes)
     most = max(mesh.gather(len(batches)))
     empty = ScoringBatch(packed=pack([]), places_S=np.empty(0, np.int64))
     values_T = np.zeros(len(block.tokens_T), np.float32)
@@ -108,7 +121,7 @@ def _seen(
         filled = _filled(batches, most, empty)
         pending = []
         for each in filled:
-            pending.append(forward(to_device(each.packed, mesh.device, multiple=multiple)))
+            pending.append(forward(to_device(each.packed, mesh.device, multiple=multiple, prefixes=prefixes)))
             mark_progress()
     finally:
         model.train(was_training)

@@ -26,6 +26,7 @@ from podium.errors import UnsupportedModelError
 from podium.models.causal_lm import PackedCausalLM
 from podium.models.head import EntropyObjective, LogitsObjective, Objective, TokenLoss, TokenObjective
 from podium.models.packing import on_device, round_tokens, to_device
+from podium.models.prefix_sharing import prefix_cost
 from podium.models.scalar import PackedScalarLM, ScalarObjective
 from podium.progress import mark_progress
 
@@ -194,6 +195,7 @@ class TrainEngine:
         self._routers = RouterWatch.of(model, mesh, router_aux_loss_coef)  # None: no mixture of experts
         self.save_failed = False  # whether this rank tells the others that a checkpoint failed, with its next step
         self.num_optimizer_steps = 0  # of this process, begun: skipped ones count too
+        self.prefixes = prefix_cost(model, mesh.device)  # None: documents do not share prefixes
         self.before_update: Callable[[], None] = _nothing  # called before weights and moments change
 
     @property
@@ -327,7 +329,7 @@ class TrainEngine:
         return total, gradients, seen, None if watched is None else watched.sums
 
     def _forward(self, batch: ObjectiveBatch, watched: WatchedStep | None = None) -> tuple[Tensor, ...]:
-        tokens = to_device(batch.packed, self.mesh.device, multiple=self._multiple)
+        tokens = to_device(batch.packed, self.mesh.device, multiple=self._multiple, prefixes=self.prefixes)
         if watched is None:
             result: tuple[Tensor, ...] = self.model(tokens, batch.objective, batch.kind)
             return result

@@ -26,7 +26,8 @@ from podium.errors import UnsupportedModelError
 from podium.models.attention_blocks import LEAST_ROWS, SCORE_ELEMENTS
 from podium.models.attention_spec import AttentionSpec, distances
 from podium.models.context_parallel import divides_heads, gather_tokens, own_heads, to_own_heads, to_own_tokens
-from podium.models.packing import AttentionStep, Packing, Run, runs_of
+from podium.models.packing import AttentionStep, Packing, Run, Segments, runs_of
+from podium.models.prefix_attention import merged_attention, merges_parts
 from podium.models.ring_attention import ring_attention
 
 PACKED_ATTENTION = "podium_packed"
@@ -82,6 +83,9 @@ def packed_attention(
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, spec: AttentionSpec) -> Tensor:
     """[1, H, T, E] and twice [1, K, T, E] -> [1, T, H, E]."""
+    if packing.segments is not None:
+        by_segment: Tensor = _by_segment(query, key, value, packing.segments, spec)
+        return by_segment
     if _has_kernel(query, spec):
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
         bounds, longest = packing.boundaries, packing.longest
@@ -203,24 +207,51 @@ def _by_document(query: Tensor, key: Tensor, value: Tensor, packing: Packing, sp
     return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, spec: AttentionSpec) -> Tensor:
+    """Documents that share prefixes. Where parts of attention cannot be merged, each segment attends to copies of the
+    keys that it continues, with its own behind them."""
+    if merges_parts(query, value, segments, spec):
+        return merged_attention(query, key, value, segments, spec)
+    runs = segments.runs
+    sizes = [run.num_documents * run.length for run in runs]
+    parts = zip(*(tensor[0].split(sizes, dim=1) for tensor in (query, key, value)), strict=True)
+    paths: dict[int, list[Tensor]] = {}  # of each run that others continue: its keys and values, with those before them
+    outs = []
+    for number, (run, part) in enumerate(zip(runs, parts, strict=True)):
+        q, *own = (_documents(tensor, run) for tensor in part)
+        if run.parent >= 0:
+            before = (each.expand(run.num_documents, -1, -1, -1) for each in paths[run.parent])
+            own = [torch.cat(pair, dim=2) for pair in zip(before, own, strict=True)]
+        if run.end > run.offset + run.num_documents * run.length:
+            paths[number] = own
+        k, v = own
+        out = _of_documents(q, k, v, spec)
+        outs.append(out.transpose(1, 2).reshape(run.num_documents * run.length, *out.shape[1:2], out.shape[-1]))
+    return torch.cat(outs).unsqueeze(0)
+
+
 def _documents(part: Tensor, run: Run) -> Tensor:
     """[H, tokens of the run, E] -> [D, H, L, E], as a view."""
     return part.view(part.shape[0], run.num_documents, run.length, part.shape[2]).transpose(0, 1)
 
 
 def _of_documents(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """Whole documents of one length: [D, H, L, E] and twice [D, K, L, E] -> [D, H, L, E]."""
+    """Documents of one length, or the last tokens of them: [D, H, L, E] and twice [D, K, L', E] -> [D, H, L, E]. The
+    last query stands at the last key."""
     return (_with_kernel if spec.softcap is None and spec.sinks is None else _written_out)(q, k, v, spec)
 
 
 def _with_kernel(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """torch's own attention. Only a window needs a mask, which for long documents is one of a block of queries."""
-    length, grouped, window = q.shape[2], q.shape[1] != k.shape[1], spec.window
-    if window is None or length <= window:
+    """torch's own attention. Only a window, or keys before the first query, need a mask, which for long documents is
+    one of a block of queries."""
+    length, grouped, window = k.shape[2], q.shape[1] != k.shape[1], spec.window
+    before = length - q.shape[2]
+    if before == 0 and (window is None or length <= window):
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, dropout_p=spec.dropout, scale=spec.scaling, enable_gqa=grouped
         )
-    blocks = list(_blocks(length, window, _MASK_ELEMENTS // length))
+    blocks = list(_blocks(length, window, _MASK_ELEMENTS // length, before))
     # Blocks share their masks, in the form that is kept for the backward pass: most see their keys in the same way.
     masks: dict[tuple[int, int], Tensor] = {}
     outs = []
@@ -231,8 +262,8 @@ def _with_kernel(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor
             masks[shape] = visible if len(blocks) == 1 else _added(visible, q.dtype)
         outs.append(
             F.scaled_dot_product_attention(
-                q[:, :, queries], k[:, :, keys], v[:, :, keys], attn_mask=masks[shape],
-                dropout_p=spec.dropout, scale=spec.scaling, enable_gqa=grouped,
+                q[:, :, queries.start - before : queries.stop - before], k[:, :, keys], v[:, :, keys],
+                attn_mask=masks[shape], dropout_p=spec.dropout, scale=spec.scaling, enable_gqa=grouped,
             )
         )  # fmt: skip
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
@@ -245,30 +276,35 @@ def _added(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """`plain_attention`. Scores of long documents exist for a block of queries at a time, in backward again."""
-    (num_documents, num_heads, length), device = q.shape[:3], q.device
+    (num_documents, num_heads), length, device = q.shape[:2], k.shape[2], q.device
+    before = length - q.shape[2]
 
     def block(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
         return plain_attention(
             q, k, v, visible, scaling=spec.scaling, dropout=spec.dropout, softcap=spec.softcap, sinks=spec.sinks
         )
 
-    blocks = list(_blocks(length, spec.window, SCORE_ELEMENTS // max(1, num_documents * num_heads * length)))
+    rows = SCORE_ELEMENTS // max(1, num_documents * num_heads * length)
+    blocks = list(_blocks(length, spec.window, rows, before))
     if len(blocks) == 1:
-        return block(q, k, v, _visible(*blocks[0], spec, device))
+        [(queries, keys)] = blocks
+        k, v = (each if keys.start == 0 else each[:, :, keys] for each in (k, v))
+        return block(q, k, v, _visible(queries, keys, spec, device))
     outs = []
     for queries, keys in blocks:
-        parts = q[:, :, queries], k[:, :, keys], v[:, :, keys], _visible(queries, keys, spec, device)
+        own = slice(queries.start - before, queries.stop - before)
+        parts = q[:, :, own], k[:, :, keys], v[:, :, keys], _visible(queries, keys, spec, device)
         outs.append(checkpoint(block, *parts, use_reentrant=False) if torch.is_grad_enabled() else block(*parts))
     return torch.cat(outs, dim=2)
 
 
-def _blocks(length: int, window: int | None, rows: int) -> Iterator[tuple[slice, slice]]:
-    """Blocks of so many queries, each with the keys that they see."""
+def _blocks(length: int, window: int | None, rows: int, before: int = 0) -> Iterator[tuple[slice, slice]]:
+    """Blocks of so many queries, each with the keys that they see. The first query has `before` keys before it."""
     rows = max(rows, LEAST_ROWS)
-    if rows >= length:
-        yield slice(0, length), slice(0, length)
+    if rows >= length - before:
+        yield slice(before, length), slice(0 if window is None else max(0, before - window + 1), length)
         return
-    for start in range(0, length, rows):
+    for start in range(before, length, rows):
         stop = min(start + rows, length)
         yield slice(start, stop), slice(0 if window is None else max(0, start - window + 1), stop)
 

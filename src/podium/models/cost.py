@@ -41,16 +41,30 @@ class ModelCost:
         return replace(body, per_token=body.per_token + self._head_flops)
 
     @property
+    def forward(self) -> SequenceCost:
+        """Operations of a forward pass without the head, the same for a model and its frozen copy."""
+        per_token = 2.0 * (self.trained_matrix + self.frozen_matrix)
+        return SequenceCost(per_token=per_token, attention=self._attention(2.0 * 2.0))
+
+    @property
+    def training_ratio(self) -> float:
+        """Operations of forward and backward of one token, without the head, over those of its forward."""
+        forward = self.forward.per_token
+        return self._body.per_token / forward if forward else 3.0
+
+    @property
     def _body(self) -> SequenceCost:
         """Everything but the head. Scores and values are 2 products of 2 operations for every (query, visible key)
         pair, and twice that again backward."""
+        per_token = 6.0 * self.trained_matrix + 4.0 * self.frozen_matrix
+        return SequenceCost(per_token=per_token, attention=self._attention(3.0 * 4.0))
+
+    def _attention(self, operations: float) -> tuple[AttentionCost, ...]:
+        """`operations` of each pair and number of a query."""
         layers = Counter(self.windows)
-        return SequenceCost(
-            per_token=6.0 * self.trained_matrix + 4.0 * self.frozen_matrix,
-            attention=tuple(
-                AttentionCost(window=window, per_pair=3.0 * 4.0 * self.attention_width * count)
-                for window, count in layers.items()
-            ),
+        return tuple(
+            AttentionCost(window=window, per_pair=operations * self.attention_width * count)
+            for window, count in layers.items()
         )
 
     @property

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from podium.data.documents import PackedBatch, PackedExamples
+from podium.data.prefixes import PrefixCost, PrefixTree
 from podium.data.routed_experts import unrecorded
 from podium.models.routing import Routing
 
@@ -30,6 +32,31 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SegmentRun(Run):
+    """Neighbouring segments of one length behind one parent. A segment that others continue is a run of its own."""
+
+    parent: int  # position of the run that they continue; -1: they begin their documents
+    before: int  # tokens of their documents before them
+    offset: int  # of their first token
+    end: int  # where the tokens that continue them end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Segments:
+    """Documents of a micro-batch whose shared prefixes are computed once: each segment sees those that it continues."""
+
+    runs: tuple[SegmentRun, ...]  # depth first
+    longest: int  # tokens of the longest document
+
+    def continued(self) -> Iterator[tuple[slice, slice]]:
+        """The tokens of each segment that others continue, and those of all that do."""
+        for run in self.runs:
+            stop = run.offset + run.length
+            if run.num_documents == 1 and run.end > stop:
+                yield slice(run.offset, stop), slice(stop, run.end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packing:
     """Document boundaries; passed to the attention of every layer as a keyword argument."""
 
@@ -39,6 +66,7 @@ class Packing:
     windows: list[int | None] | None = None  # if given, every attention call records its sliding window
     routing: Routing | None = None  # for the routers of a mixture of experts
     context: ContextPart | None = None  # if given, the forward has a part of the tokens that have these boundaries
+    segments: Segments | None = None  # if given, documents share prefixes, and the boundaries are those of segments
 
 
 class AttentionStep(Protocol):
@@ -61,7 +89,8 @@ class AttentionStep(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenBatch:
-    """One micro-batch on the device. Only trained positions reach the head."""
+    """One micro-batch on the device. Only trained positions reach the head. Where documents share prefixes, a token may
+    be trained more than once: with what follows it in each document."""
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -83,14 +112,43 @@ def runs_of(offsets: np.ndarray) -> tuple[Run, ...]:
     )
 
 
+def segments_of(tree: PrefixTree) -> Segments:
+    """The runs of a tree's segments."""
+    runs: list[SegmentRun] = []
+    run_of: dict[int, int] = {-1: -1}  # of each segment that others continue
+    lengths, inner = tree.lengths_G.tolist(), set(tree.inner.tolist())
+    columns = zip(
+        tree.parents_G.tolist(), tree.starts_G.tolist(), tree.offsets_G.tolist(), tree.ends_G.tolist(), strict=False
+    )
+    for segment, (parent, before, offset, end) in enumerate(columns):
+        length, last = lengths[segment], runs[-1] if runs else None
+        joins = last is not None and (last.parent, last.length) == (run_of[parent], length)
+        if joins and segment not in inner and segment - 1 not in inner:
+            assert last is not None
+            runs[-1] = replace(last, num_documents=last.num_documents + 1, end=end)
+            continue
+        if segment in inner:
+            run_of[segment] = len(runs)
+        runs.append(
+            SegmentRun(num_documents=1, length=length, parent=run_of[parent], before=before, offset=offset, end=end)
+        )
+    return Segments(runs=tuple(runs), longest=int((tree.starts_G + tree.lengths_G).max()))
+
+
 def round_tokens(device: torch.device) -> int:
     """Token counts are padded to a multiple of this: matrix kernels on CUDA are faster with round sizes."""
     return 64 if device.type == "cuda" else 1
 
 
-def to_device(batch: PackedBatch, device: torch.device, *, multiple: int = 1) -> TokenBatch:
+def to_device(
+    batch: PackedBatch, device: torch.device, *, multiple: int = 1, prefixes: PrefixCost | None = None
+) -> TokenBatch:
     """Copies a packed batch to the device, padded to a multiple of `multiple` tokens with a separate document that
-    trains nothing (matrix kernels prefer round shapes; on CPU there is no padding)."""
+    trains nothing (matrix kernels prefer round shapes; on CPU there is no padding). `prefixes`: documents share their
+    prefixes if that pays; the trained tokens, their targets and weights are the same ones in the same order."""
+    tree = None if prefixes is None else prefixes.share(batch.tokens_T, batch.offsets)
+    if tree is not None:
+        return _shared(batch, tree, device)
     tokens, positions, offsets = batch.tokens_T, batch.positions_T, batch.offsets
     padding = -len(tokens) % multiple
     if padding:
@@ -116,6 +174,29 @@ def to_device(batch: PackedBatch, device: torch.device, *, multiple: int = 1) ->
             longest=int(np.diff(offsets).max()),
             runs=() if on_cuda else runs_of(offsets),
             routing=routing,
+        ),
+    )
+
+
+def _shared(batch: PackedBatch, tree: PrefixTree, device: torch.device) -> TokenBatch:
+    """The tokens of the tree instead of those of the documents."""
+    assert batch.experts_TLK is None, "documents of mixtures do not share prefixes"
+    trained = np.flatnonzero(batch.weights_T)
+    places = tree.place_T[trained]
+    offsets = tree.offsets_G.astype(np.int32)
+    return TokenBatch(
+        tokens_T=on_device(batch.tokens_T[tree.first_U].astype(np.int64), device),
+        positions_T=on_device(batch.positions_T[tree.first_U].astype(np.int64), device),
+        trained_S=on_device(places, device),
+        targets_S=on_device(batch.targets_T[trained].astype(np.int64), device),
+        weights_S=on_device(batch.weights_T[trained], device),
+        trained=places,
+        offsets=offsets,
+        packing=Packing(
+            boundaries=on_device(offsets, device),
+            longest=int(tree.lengths_G.max()),
+            runs=(),
+            segments=segments_of(tree),
         ),
     )
 

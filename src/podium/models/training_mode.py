@@ -43,6 +43,12 @@ class TrainedModule(nn.Module):
         self.fp8: Fp8Layers | None = None  # linear layers that can compute in fp8
         self._dropout = dropout
 
+    @property
+    def drops(self) -> bool:
+        """Whether training drops activations at random: in the layers, or before an adapter."""
+        adapters = (each for name, each in self.hf.named_modules() if "lora_dropout" in name.split("."))
+        return self._dropout or any(isinstance(each, nn.Dropout) and each.p > 0 for each in adapters)
+
     def num_parameters(self, *, trained: bool = False) -> int:
         """Parameters of the whole model, over all ranks; `trained`: those that are."""
         split = self.split

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from podium.data.prefixes import RowPrefixes
 from podium.data.routed_experts import aligned, num_recorded
 from podium.data.trajectories import TrajectoryBlock, TrajectoryIds
 from podium.roles.carriers import FINISHES, UNANSWERED, EpisodeNote
@@ -53,6 +54,7 @@ def block_of(answers: Sequence[Completion]) -> tuple[TrajectoryBlock, EpisodeNot
         ),
         environment_N=np.full(len(answers), np.nan),
         errors={row: each.error for row, each in enumerate(answers) if each.error is not None},
+        prefixes=RowPrefixes.of(block),
     )
     return block, note
 

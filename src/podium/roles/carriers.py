@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podium.cluster.objects import RowRefs
+from podium.data.prefixes import RowPrefixes
 from podium.data.tasks import IndexedTask, Task
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryIds, ValueColumns
 from podium.environments.signatures import Per
@@ -121,6 +122,7 @@ class EpisodeNote:
     errors: Mapping[int, str] = field(default_factory=dict)  # by row
     counts: Mapping[str, Floats] = field(default_factory=dict)  # of each row: tool calls and the like
     warnings: tuple[str, ...] = ()  # for the console, which shows equal ones once
+    prefixes: RowPrefixes | None = None  # None: not known
 
     def take(self, rows: Ints) -> EpisodeNote:
         """The note of these rows, in this order."""
@@ -137,6 +139,7 @@ class EpisodeNote:
             errors={place[row]: error for row, error in self.errors.items() if row in place},
             counts={name: counts_N[rows] for name, counts_N in self.counts.items()},
             warnings=self.warnings,
+            prefixes=None if self.prefixes is None else self.prefixes.take(rows),
         )
 
     @classmethod
@@ -168,6 +171,7 @@ class EpisodeNote:
                 for name in sorted({name for part in parts for name in part.counts})
             },
             warnings=tuple(dict.fromkeys(warning for part in parts for warning in part.warnings)),
+            prefixes=RowPrefixes.concatenate([part.prefixes for part in parts]),
         )
 
 

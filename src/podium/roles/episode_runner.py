@@ -18,6 +18,7 @@ import numpy as np
 from podium.cluster import Computed, WorkerContext
 from podium.cluster.channels import Channel
 from podium.data.control_tokens import ControlRule
+from podium.data.prefixes import RowPrefixes
 from podium.data.tokenizer import load_tokenizer, parted_stops, stop_tokens
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.environments.episode import (
@@ -265,7 +266,9 @@ class EpisodeRunner(EpisodeSource):
         episodes = sorted(episodes, key=lambda each: each.id)
         warnings: tuple[str, ...] = () if self._output.warning is None else (self._output.warning,)
         warnings += tuple(islice(dict.fromkeys(text for each in episodes for text in each.warnings), _MOST_WARNINGS))
-        return Computed(rows=block_of(episodes), note=replace(note_of(episodes), warnings=warnings))
+        block = block_of(episodes)
+        note = replace(note_of(episodes), warnings=warnings, prefixes=RowPrefixes.of(block))
+        return Computed(rows=block, note=note)
 
 
 class EnginePolicy:

@@ -14,6 +14,8 @@ import numpy as np
 from podium.algorithms.staleness import merge_ages
 from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics, ValueStatistics
 from podium.cluster import CallResult, Metric, RoleGroup, RowRefs, WorkerId
+from podium.data.prefix_splitting import share_in_micro_batches
+from podium.data.prefixes import RowPrefixes
 from podium.data.splitting import SplitPlan, split_rows
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
 from podium.engine.checkpoint_files import SaveFailure, SaveState, joined_state
@@ -216,15 +218,21 @@ class LearnerHandle:
         """Number of ranks, or groups of them, that get different data."""
         return self._group.mesh.shape.data_ranks
 
-    def split(self, lengths_N: Ints, mini_batch_N: Ints) -> SplitPlan:
-        """Splits episodes over ranks and micro-steps by cost, separately for each mini-batch."""
-        return split_rows(
+    def split(self, lengths_N: Ints, mini_batch_N: Ints, prefixes: RowPrefixes | None = None) -> SplitPlan:
+        """Splits episodes over ranks and micro-steps by cost, separately for each mini-batch. Those with one prompt
+        share a micro-batch where that pays."""
+        costs_N = self.facts.cost.of(lengths_N)
+        plan = split_rows(
             lengths_N,
-            self.facts.cost.of(lengths_N),
+            costs_N,
             num_ranks=self.data_ranks,
             max_tokens=max(self.facts.max_tokens, int(lengths_N.max(initial=1))),
             mini_batch_N=mini_batch_N,
         )
+        sharing = self.facts.prefixes
+        if sharing is None or prefixes is None:
+            return plan
+        return share_in_micro_batches(plan, costs_N, prefixes, sharing, times=sharing.training)
 
     async def update(self, train_batch: TrainBatch, plan: UpdatePlan, *, seed: int) -> UpdateReport:
         """Runs every optimizer step of a batch in one call: epochs times mini-batches."""
@@ -234,7 +242,7 @@ class LearnerHandle:
         kept_rows, absent = without_idle(train_batch, plan, mini_batch_N)
         train_batch, mini_batch_N = train_batch.take(kept_rows), mini_batch_N[kept_rows]
         rollouts = train_batch.rollouts
-        split = self.split(rollouts.rows.lengths_N, mini_batch_N)
+        split = self.split(rollouts.rows.lengths_N, mini_batch_N, rollouts.note.prefixes)
         sequence = mini_batch_order(len(split.micro_steps_B), algorithm.epochs, order)
         shards = [self._shard(train_batch, split, rank, sequence, absent) for rank in range(self.data_ranks)]
         merged = await self._group.call_sharded(Learner.update, shards, plan)
@@ -433,11 +441,12 @@ class CriticHandle:
         lr: float,
         step: int,
         seed: int,
+        prefixes: RowPrefixes | None = None,
     ) -> CriticReport:
         """All optimizer steps over one batch, split over the data ranks."""
         order = np.random.default_rng([seed, step, 1])
         dealt = deal_mini_batches(rows.ids.array_N4[:, 0], algorithm.mini_batches, order)
-        split = self._policy.split(rows.lengths_N, dealt)
+        split = self._policy.split(rows.lengths_N, dealt, prefixes)
         sequence = mini_batch_order(len(split.micro_steps_B), algorithm.epochs, order)
         shards = []
         for rank in range(self._policy.data_ranks):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from podium.cluster import Computed, Interruptible, Metric, RowRefs
 from podium.data.costs import SequenceCost
+from podium.data.prefixes import PrefixCost
 from podium.data.routed_experts import RouterShape
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, TrajectoryIds, ValueColumns
 from podium.engine.checkpoint_files import SaveState
@@ -120,6 +121,7 @@ class LearnerFacts:
     logprob_noise: float | None = None  # mean difference of two equal forwards; None: not measured
     routers: RouterShape | None = None  # of a mixture of experts
     router_problem: str | None = None  # why those of a mixture are not known
+    prefixes: PrefixCost | None = None  # None: documents do not share prefixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,6 +108,7 @@ class LearnerRank(Learner):
             dtype=str(dtype).removeprefix("torch."),
             device=torch.cuda.get_device_name(mesh.device) if cuda else "CPU",
             cost=cost.per_sequence,
+            prefixes=self.engine.prefixes,
             peak_flops=matrix_peak(mesh.device, dtype),
             max_tokens=self._max_tokens,
             optimizer_bytes=sum(tensor.untyped_storage().nbytes() for tensor in leaving),

@@ -45,10 +45,11 @@ def trained_on(trial: Trial) -> list[tuple[Any, ...]]:
     updates = []
     for plan, batch in trial.bandit.updates:
         rollouts, note = batch.rollouts, batch.rollouts.note
+        assert note.prefixes is not None
         arrays = [
             rollouts.rows.ids.array_N4, rollouts.rows.lengths_N, batch.graded.rewards_N, batch.graded.values_NR,
             note.finish_N, note.version_N, note.newest_version_N, note.turn_rewards.reward_K,
-            *note.counts.values(),
+            note.prefixes.tokens_N, note.prefixes.key_N, *note.counts.values(),
         ]  # fmt: skip
         tasks = {index: Path(task.where).name for index, task in rollouts.tasks.items()}
         updates.append((plan, rollouts.version, tasks, [array.tobytes() for array in arrays], list(note.counts)))
