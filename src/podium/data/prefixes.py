@@ -9,15 +9,17 @@ ranks that have the same micro-batch, and a run that is repeated, decide alike. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from podium.data.costs import SequenceCost
+from podium.data.documents import Document
 from podium.data.trajectories import TrajectoryBlock
 
 Ints = NDArray[np.int64]
@@ -101,12 +103,19 @@ class RowPrefixes:
     @classmethod
     def of(cls, block: TrajectoryBlock) -> RowPrefixes:
         """Of each row of a block."""
+        return cls._of(_before_first(block.tokens_T[row], block.versions_T[row] >= 0) for row in _rows(block))
+
+    @classmethod
+    def of_documents(cls, documents: Iterable[Document]) -> RowPrefixes:
+        """Of documents: a row of a block has several where an episode has several sequences."""
+        return cls._of(_before_first(document.tokens, document.trained) for document in documents)
+
+    @classmethod
+    def _of(cls, prefixes: Iterable[NDArray[np.integer[Any]]]) -> RowPrefixes:
         tokens, keys = [], []
-        for start, stop in pairwise(block.offsets.tolist()):
-            sampled = np.flatnonzero(block.versions_T[start:stop] >= 0)
-            length = int(sampled[0]) if len(sampled) else 0
-            content = np.ascontiguousarray(block.tokens_T[start : start + length], "<i4").tobytes()
-            tokens.append(length)
+        for prefix in prefixes:
+            content = np.ascontiguousarray(prefix, "<i4").tobytes()
+            tokens.append(len(prefix))
             keys.append(int.from_bytes(blake2b(content, digest_size=8).digest(), "little", signed=True))
         return cls(tokens_N=np.array(tokens, np.int64), key_N=np.array(keys, np.int64))
 
@@ -124,6 +133,16 @@ class RowPrefixes:
             tokens_N=np.concatenate([part.tokens_N for part in known]),
             key_N=np.concatenate([part.key_N for part in known]),
         )
+
+
+def _rows(block: TrajectoryBlock) -> Iterator[slice]:
+    return (slice(start, stop) for start, stop in pairwise(block.offsets.tolist()))
+
+
+def _before_first(tokens_T: NDArray[np.integer[Any]], mask_T: NDArray[np.bool_]) -> NDArray[np.integer[Any]]:
+    """The tokens before the first that the mask has; none if it has none."""
+    places = np.flatnonzero(mask_T)
+    return tokens_T[: int(places[0]) if len(places) else 0]
 
 
 def prefix_tree(tokens_T: NDArray[np.int32], offsets_D: NDArray[np.int32], *, least_saved: int = 1) -> PrefixTree:

@@ -49,8 +49,8 @@ def scoring_batches(
     lengths = [document.num_inputs for document in documents]
     plan = split_step(lengths, num_ranks=1, max_tokens=max(max_tokens, *lengths))
     if prefixes is not None:
-        of_rows = RowPrefixes.of(block).take(np.searchsorted(block.offsets, begins, side="right") - 1)
-        plan = share_in_micro_batches(plan, prefixes.sequence.of(lengths), of_rows, prefixes)
+        begin_with = RowPrefixes.of_documents(documents)
+        plan = share_in_micro_batches(plan, prefixes.sequence.of(lengths), begin_with, prefixes)
     batches = []
     for rows in plan.micro_batches[0]:
         # Neighbours of equal length share one attention call.

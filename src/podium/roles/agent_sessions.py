@@ -81,7 +81,7 @@ class AgentSessions:
         # Nobody knows this key: outside of sessions nothing is answered, because nothing would be recorded.
         key = secrets.token_urlsafe(24)
         self._gateway = Gateway(_SessionService(MODEL_NAME, self._conversations, nobody), key=key)
-        self._server = HttpServer(self._gateway.handle, limits=self._limits)
+        self._server = HttpServer(self._gateway.handle, limits=self._limits, admission=self._gateway.admit)
         self._address = f"http://127.0.0.1:{await self._server.listen('127.0.0.1', 0)}"
         return self
 

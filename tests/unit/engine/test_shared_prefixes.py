@@ -25,6 +25,7 @@ from helpers.on_policy import CASES, block_of_rows, estimate_and_learn, recordin
 from helpers.prefixes import ALWAYS, episodes_with_prefixes, random_tree, sharing_always
 from helpers.tiny import save_tiny_model, tiny_config
 from podium.data.documents import Document, pack
+from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
 from podium.engine.scoring import score, scoring_batches
 from podium.engine.train_step import TrainEngine
 from podium.models import prefix_sharing
@@ -240,3 +241,34 @@ def test_windows_and_soft_caps_copy_keys(tmp_path: Path) -> None:
         cost = make_engine(save_tiny_model(name, tmp_path / name)).prefixes
         assert cost is not None
         assert cost.copies_keys
+
+
+def test_sequences_of_one_episode_are_grouped_by_their_own_prompts() -> None:
+    """A first sequence of 40 and 2 tokens, a second of 10 and 20: the second has no prompt of 40 tokens to share."""
+    num_rows, prompts, answers = 4, (40, 10), (2, 20)
+    draw = np.random.default_rng(0)
+    shared = [draw.integers(0, 250, prompt) for prompt in prompts]
+    tokens, versions, starts = [], [], []
+    for _ in range(num_rows):
+        for number, (prompt, answer) in enumerate(zip(shared, answers, strict=True)):
+            tokens += [prompt, draw.integers(0, 250, answer)]
+            versions += [np.full(len(prompt), -1), np.zeros(answer)]
+            starts += [number == 1, *[False] * (len(prompt) + answer - 1)]
+    versions_T = np.concatenate(versions).astype(np.int32)
+    block = TrajectoryBlock(
+        ids=TrajectoryIds.of(TrajectoryId(0, sample) for sample in range(num_rows)),
+        offsets=np.arange(num_rows + 1, dtype=np.int64) * (sum(prompts) + sum(answers)),
+        tokens_T=np.concatenate(tokens).astype(np.int32),
+        loss_mask_T=versions_T >= 0,
+        behavior_logprobs_T=np.zeros(len(versions_T), np.float32),
+        versions_T=versions_T,
+        starts_T=np.array(starts),
+    )
+    batches = scoring_batches(block, max_tokens=60, prefixes=ALWAYS)
+    computed = []
+    for batch in batches:
+        tree = ALWAYS.share(batch.packed.tokens_T, batch.packed.offsets)
+        computed.append(batch.packed.num_tokens if tree is None else tree.num_tokens)
+    assert max(computed) <= 60
+    assert sum(computed) < num_rows * (41 + 29)
+    assert sorted(np.concatenate([batch.places_S for batch in batches])) == np.flatnonzero(versions_T >= 0).tolist()
