@@ -15,10 +15,14 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 async def ask(base_url, key, messages, **body):
     """(status, answer) of one chat completion."""
+    return await post(base_url, key, "chat/completions", {"messages": messages, **body})
+
+
+async def post(base_url, key, endpoint, body):
     url = urlsplit(base_url)
-    data = json.dumps({"model": "policy", "messages": messages, **body}).encode()
+    data = json.dumps({"model": "policy", **body}).encode()
     head = (
-        f"POST {url.path}/chat/completions HTTP/1.1\\r\\nHost: {url.netloc}\\r\\nAuthorization: Bearer {key}\\r\\n"
+        f"POST {url.path}/{endpoint} HTTP/1.1\\r\\nHost: {url.netloc}\\r\\nAuthorization: Bearer {key}\\r\\n"
         f"Content-Type: application/json\\r\\nContent-Length: {len(data)}\\r\\nConnection: close\\r\\n\\r\\n"
     )
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
@@ -47,6 +51,17 @@ async def several_turns(task, base_url, key):
         await asyncio.sleep(0.01)
         messages += [message, {"role": "user", "content": "and more?"}]
     return digits(message["content"] or "")
+
+
+async def two_responses(task, base_url, key):
+    """A conversation over OpenAI's responses, of which the second names the first."""
+    messages = [dict(each) for each in task.messages]
+    status, first = await post(base_url, key, "responses", {"input": messages})
+    assert status == 200, first
+    more = {"input": "and more?", "previous_response_id": first["id"]}
+    status, second = await post(base_url, key, "responses", more)
+    assert status == 200, second
+    return 1.0
 
 
 async def graded_by_the_recipe(task, base_url, key):

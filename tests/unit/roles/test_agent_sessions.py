@@ -151,6 +151,16 @@ def test_a_conversation_is_one_sequence_of_the_sampled_tokens() -> None:
     assert episode.tokens_T[: len(last)].tolist() == last.tolist()
 
 
+def test_a_conversation_over_responses_is_one_sequence_too() -> None:
+    generators = Generators()
+    episode = one(AGENT.two_responses, generators=generators)
+
+    assert (episode.finish, episode.error, episode.starts, episode.num_turns) == ("done", None, (), 2)
+    assert episode.metrics["trained_tokens"] == episode.metrics["sampled_tokens"] == episode.loss_mask_T.sum() > 0
+    last = generators.requests[-1].prompt
+    assert episode.tokens_T[: len(last)].tolist() == last.tolist()
+
+
 def test_a_tree_trains_every_sampled_token_once() -> None:
     generators = Generators()
     episode = one(AGENT.summarises, generators=generators)
