@@ -107,8 +107,8 @@ def test_grpo_records_every_step_every_episode_and_a_checkpoint(workspace: Works
         own = [row[7] for row in rows if row[4] == line["step"]]
         assert sum(own) / len(own) == pytest.approx(line["reward/mean"])
     assert sorted(path.name for path in run.iterdir()) == [
-        "checkpoints", "console.log", "episodes.sqlite", "metrics.jsonl", "recipe.yaml", "rollouts", "run.json",
-        "run.lock", "timeline.jsonl",
+        "checkpoints", "console.log", "episodes.sqlite", "machine.jsonl", "metrics.jsonl", "recipe.yaml", "rollouts",
+        "run.json", "run.lock", "timeline.jsonl",
     ]  # fmt: skip
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000003"]
     assert json.loads((run / "run.json").read_text())["status"] == "finished"

@@ -22,7 +22,7 @@ ALLOWED = {
     "environments/judge_limits.py": "a Retry-After header that is a date",
     "observe/timing.py": "read once per process: spans of several machines are laid side by side",
     "runs/events.py": "when a run went on after a death, a time stamp for people",
-    "runs/log.py": "time_s of a line of metrics.jsonl, a time stamp for people",
+    "runs/log.py": "time_s of a line of metrics.jsonl or machine.jsonl, a time stamp for people",
     "runs/folder.py": "since when a process holds a folder, shown to people",
 }
 CLOCKS = {("time", "time"), ("time", "time_ns"), ("time", "clock_gettime"), ("datetime", "now"),

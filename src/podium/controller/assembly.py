@@ -88,7 +88,7 @@ def read_inputs(
     `tokenizer`: in place of the model's."""
     saved: Mapping[str, Any] = {}
     if resume_step is not None:
-        # Whoever loads the tensors verifies them.
+        # Tensors are verified where they are loaded.
         saved = SavedCheckpoint(folder.checkpoints / f"step-{resume_step:08d}", ranks=()).values
         for part in state_folders(folder):
             set_aside_later(part, resume_step)

@@ -107,7 +107,7 @@ class RunLog:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Writes to the metrics file and all loggers."""
-        metrics = StepMetrics(step=step, time_s=time.time(), values=values)
+        metrics = _stamped(step, values)
         if self._metrics is not None:
             self._metrics.append(metrics)
         for logger in self._loggers:
@@ -120,7 +120,7 @@ class RunLog:
             return
         figures = self._machine.due()
         if figures:
-            self._machine_file.append(StepMetrics(step=step, time_s=time.time(), values=figures))
+            self._machine_file.append(_stamped(step, figures))
 
     def spans(self, spans: Iterable[TimelineSpan]) -> None:
         """Adds spans to the timeline of the run."""
@@ -276,3 +276,7 @@ def _log_samples(logger: Logger, view: EvaluationView, answers: Sequence[SampleV
         logger.table(view.step, "samples", rows)
     else:
         logger.text(view.step, "samples", "\n\n".join(f"{each.prompt}\n-> {each.answer}" for each in view.samples))
+
+
+def _stamped(step: int, values: Mapping[str, float]) -> StepMetrics:
+    return StepMetrics(step=step, time_s=time.time(), values=values)

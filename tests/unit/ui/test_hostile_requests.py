@@ -109,7 +109,7 @@ def sent(browser: Any, request: bytes) -> tuple[int, Any]:
 @pytest.mark.parametrize(
     "name",
     ["metrics.jsonl", "run.json", "recipe.yaml", "events.jsonl", "console.log", "samples.jsonl", "examples.jsonl",
-     "timeline.jsonl", "run.lock", "episodes.sqlite"],
+     "timeline.jsonl", "machine.jsonl", "run.lock", "episodes.sqlite"],
 )  # fmt: skip
 def test_a_file_that_is_none_is_not_opened(browser: Any, runs: Path, name: str, kind: str) -> None:
     """Reading a pipe that nobody writes would wait for ever."""
