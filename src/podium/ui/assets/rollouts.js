@@ -56,7 +56,11 @@ function showList(body, { run, route, signal, onChange }) {
     });
     reload();
   };
-  const later = debounced(change, 250);
+  const soon = debounced(() => change({}), 250);
+  const later = (values) => {
+    Object.assign(state, values); // at once: another field may change before the request
+    soon();
+  };
   const text = (label, key, attributes) =>
     el(
       "label",
