@@ -85,7 +85,7 @@ def test_a_process_that_torchrun_did_not_start_has_no_place(monkeypatch: pytest.
 def test_torchruns_own_words_are_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("TORCHELASTIC_RESTART_COUNT", "2")):
         monkeypatch.setenv(name, value)
-    assert place_under_torchrun() == RankPlace(rank=5, world=8, local_rank=1, attempt=2)
+    assert place_under_torchrun() == RankPlace(rank=5, world=8, local_rank=1, local_world=None, attempt=2)
     monkeypatch.setenv("RANK", "five")
     with pytest.raises(LaunchError, match="not numbers"):
         place_under_torchrun()

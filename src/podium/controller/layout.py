@@ -168,7 +168,7 @@ def _helper_roles(
         runner = RunnerSpec(
             model=recipe.model, environment=recipe.environment, generator=GENERATOR, lent=lent,
             max_length=longest_sequence(recipe), deadline_s=recipe.placement.timeout_s + HANG_SLACK_S,
-            sandbox=recipe.sandbox, has_rewards=bool(recipe.reward),
+            sandbox=recipe.sandbox, has_rewards=bool(recipe.reward) or recipe.only_logs_rewards,
             stacks=None if run is None else RunFolder(path=run).stacks_file,
         )  # fmt: skip
         roles.append(

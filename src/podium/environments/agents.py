@@ -29,6 +29,7 @@ from podium.recipe.on_policy import EnvironmentSection
 _KEPT_BYTES = 64 << 10
 _SHOWN_LETTERS = 500
 _KILLED_S = 5.0
+_POLL_S = 0.2  # between two looks at a command whose output is open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,11 +137,18 @@ def printed_reward(output: str) -> float | None:
 def _variables(call: AgentCall) -> dict[str, str]:
     return {
         **os.environ,
+        **without_proxy(),
         "OPENAI_BASE_URL": call.base_url,
         "OPENAI_API_KEY": call.key,
         "ANTHROPIC_BASE_URL": call.session_url,
         "ANTHROPIC_API_KEY": call.key,
     }
+
+
+def without_proxy() -> dict[str, str]:
+    """Variables with which clients do not send to a cluster's proxy what is for the gateway on this machine."""
+    names = ("NO_PROXY", "no_proxy")
+    return {name: ",".join(filter(None, (os.environ.get(name), "127.0.0.1"))) for name in names}
 
 
 async def _run(arguments: Sequence[str], variables: dict[str, str]) -> tuple[int, str, str]:
@@ -155,18 +163,40 @@ async def _run(arguments: Sequence[str], variables: dict[str, str]) -> tuple[int
         raise RuntimeError(f"the command cannot be started: {error}.{hint}") from error
     assert process.stdout is not None
     assert process.stderr is not None
+    output, errors = _Tail(process.stdout), _Tail(process.stderr)
+    reading = [asyncio.ensure_future(each.read()) for each in (output, errors)]
     try:
-        output, errors = await asyncio.gather(_end_of(process.stdout), _end_of(process.stderr))
-        return await process.wait(), output, errors
+        # A program that it leaves behind may hold the pipes open: the end of the command counts.
+        while process.returncode is None and not all(each.done() for each in reading):
+            await asyncio.wait(reading, timeout=_POLL_S)
+        code = process.returncode if process.returncode is not None else await process.wait()
+        _kill_session(process.pid)
+        await asyncio.wait(reading, timeout=_KILLED_S)
+        return code, output.text, errors.text
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_session(process.pid)
+        for each in reading:
+            each.cancel()
         with contextlib.suppress(TimeoutError):  # it has been killed: its pipes are closed before this returns
             await asyncio.wait_for(process.wait(), _KILLED_S)
 
 
-async def _end_of(stream: asyncio.StreamReader) -> str:
-    kept = b""
-    while part := await stream.read(_KEPT_BYTES):
-        kept = (kept + part)[-_KEPT_BYTES:]
-    return kept.decode("utf-8", "replace")
+def _kill_session(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+class _Tail:
+    """The end of an output, as far as it was read."""
+
+    def __init__(self, stream: asyncio.StreamReader) -> None:
+        self._stream, self._kept = stream, b""
+
+    async def read(self) -> None:
+        """Until the output is closed."""
+        while part := await self._stream.read(_KEPT_BYTES):
+            self._kept = (self._kept + part)[-_KEPT_BYTES:]
+
+    @property
+    def text(self) -> str:
+        return self._kept.decode("utf-8", "replace")

@@ -13,10 +13,12 @@ from typing import Any
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]*)>(.*?)</parameter>(?=\s*(?:<parameter=|</function>|\Z))", re.DOTALL)
-_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_PARAMETER_END = "</parameter>"
+_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+_SPACE = re.compile(r"\s*")
 _DEEPSEEK, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
-_CODE_FENCE = re.compile(r"```(?:json)?\s*\n?(.*?)\s*(?:```)?\s*\Z", re.DOTALL)
+_FENCE = "```"
 _HARMONY_END = re.compile(r"<\|(?:end|call|return|start)\|>")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -53,7 +55,8 @@ def _qwen_coder_call(said: str, opening: int, begin: int, head: int) -> WrittenC
     if not name or "\n" in name or "<" in name:
         return WrittenCall(text=said[opening:], why=f"a call begins with {_FUNCTION}name>.")
     at, arguments = head + 1, {}
-    while (found := _PARAMETER.match(said, at)) is not None:
+    # What a model never closes is looked for with `find`: a pattern would take minutes for a long answer of such calls.
+    while said.find(_PARAMETER_END, at) >= 0 and (found := _PARAMETER.match(said, at)) is not None:
         # The template writes a line break on each side of a value.
         arguments[found[1].strip()] = found[2].removeprefix("\n").removesuffix("\n")
         at = found.end()
@@ -76,9 +79,9 @@ def glm_calls(said: str) -> Iterator[WrittenCall]:
         name = re.compile(r"[^<]*").match(said, start)
         assert name is not None
         at, arguments = name.end(), {}
-        while (found := _PAIR.match(said, at)) is not None:
-            arguments[found[1].strip()] = found[2]
-            at = found.end()
+        while (pair := _glm_pair(said, at)) is not None:
+            key, value, at = pair
+            arguments[key.strip()] = value
         rest = said[at:].lstrip()
         closes = rest.startswith(_CALL_END)
         stop = len(said) - len(rest) + len(_CALL_END) if closes else len(said)
@@ -92,6 +95,23 @@ def glm_calls(said: str) -> Iterator[WrittenCall]:
         else:
             yield WrittenCall(text=whole, name=name[0].strip(), arguments=arguments)
         begin = said.find(_CALL, begin + len(whole))
+
+
+def _glm_pair(said: str, at: int) -> tuple[str, str, int] | None:
+    """(key, value, where they end) of a pair that stands here; None: there is none."""
+    begin = _behind_space(said, at) + len(_KEY)
+    stop = said.find("<", begin)
+    if not said.startswith(_KEY, begin - len(_KEY)) or stop < 0 or not said.startswith(_KEY_END, stop):
+        return None
+    value = _behind_space(said, stop + len(_KEY_END))
+    end = said.find(_VALUE_END, value) if said.startswith(_VALUE, value) else -1
+    return None if end < 0 else (said[begin:stop], said[value + len(_VALUE) : end], end + len(_VALUE_END))
+
+
+def _behind_space(said: str, at: int) -> int:
+    space = _SPACE.match(said, at)
+    assert space is not None, "it matches nothing too"
+    return space.end()
 
 
 def deepseek_calls(said: str) -> Iterator[WrittenCall]:
@@ -108,8 +128,10 @@ def deepseek_calls(said: str) -> Iterator[WrittenCall]:
         name, arguments = first, second
         if first.strip() == "function":
             name, _, arguments = second.lstrip().partition("\n")
-        fenced = _CODE_FENCE.match(arguments.strip())
-        yield WrittenCall(text=whole, name=name.strip(), arguments=fenced[1] if fenced else arguments.strip())
+        plain = arguments.strip()
+        if plain.startswith(_FENCE):
+            plain = plain.removeprefix(_FENCE).removeprefix("json").strip().removesuffix(_FENCE).strip()
+        yield WrittenCall(text=whole, name=name.strip(), arguments=plain)
 
 
 def harmony_calls(said: str) -> Iterator[WrittenCall]:

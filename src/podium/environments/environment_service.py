@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from podium.data.tasks import Task
 from podium.environments.activity import MARK, Activity, Mark
-from podium.environments.agents import AgentCall
+from podium.environments.agents import AgentCall, without_proxy
 from podium.environments.environment_factory import environment_maker
 from podium.environments.given_up import joined, notes_of
 from podium.environments.protocol import OVERDUE, Observation, Outcome, Turn, call_within
@@ -59,6 +60,8 @@ class EnvironmentService:
 
     def __init__(self, activity: Activity, section: EnvironmentSection, sandbox: SandboxSection | None = None) -> None:
         use_recipe_sandbox(sandbox or SandboxSection())
+        if section.is_agent:
+            os.environ.update(without_proxy())
         self._activity, self._section = activity, section
         self._make = environment_maker(section)
         self._environments: dict[int, Any] = {}

@@ -23,6 +23,9 @@ from podium.gateway.branches import Branch, SessionRecord, branches_of
 from podium.gateway.history import answer_keys, history_keys, likeness
 from podium.gateway.refusal import RequestRefusedError
 
+# Clients retry a request a few times. An agent that asks until it likes the answer would never end.
+_MOST_REPEATS = 32
+
 
 class HasTokens(Protocol):
     """The tokens of a conversation so far."""
@@ -97,6 +100,7 @@ class OpenedTurn:
     content: bytes
     idempotency_key: str | None
     num_turns_before: int  # that were recorded when it was opened
+    repeats: int = 0  # how often it was made again
     turns: tuple[RecordedTurn, ...] = ()
 
     @property
@@ -132,7 +136,7 @@ class Recorder:
         request until something follows its answer. An idempotency key says that explicitly, for good."""
         repeated = self._repeated(content, idempotency_key)
         if repeated is not None:
-            self._repeats += 1
+            self._note_repeat(self._opened[repeated])
             return RepeatedTurn(number=repeated)
         keys = history_keys(messages, tools)
         parent, prompt = self._continued(messages, keys)
@@ -203,6 +207,18 @@ class Recorder:
             repeated_requests=self._repeats,
             rerendered_requests=self._rerendered,
         ).counted()
+
+    def _note_repeat(self, opened: OpenedTurn) -> None:
+        """Counts it. Refuses an agent that waits for another answer to the same request."""
+        if opened.repeats >= _MOST_REPEATS:
+            raise RequestRefusedError(
+                400,
+                f"this request was made {_MOST_REPEATS + 1} times, and the same request has the same answer. For "
+                "another answer, give each request its own `seed`, or ask for several with `n`.",
+                code="repeated_request",
+            )
+        opened.repeats += 1
+        self._repeats += 1
 
     def _repeated(self, content: bytes, idempotency_key: str | None) -> int | None:
         if idempotency_key is not None:

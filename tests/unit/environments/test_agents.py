@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,34 @@ def _runs(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+def test_a_program_that_a_command_leaves_behind_does_not_hold_its_episode(tmp_path: Path) -> None:
+    """It has the command's output open, and would end after a minute."""
+    left = tmp_path / "pid"
+    program = (
+        "import subprocess, sys; "
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+        f"open({str(left)!r}, 'w').write(str(child.pid)); print(0.5)"
+    )
+    began = time.monotonic()
+    outcome = run(command(program), timeout_s=50)
+    assert outcome.reward == 0.5
+    assert time.monotonic() - began < 45
+    while _runs(int(left.read_text())):
+        assert time.monotonic() - began < 45
+        time.sleep(0.02)
+
+
+def test_clients_do_not_send_to_a_proxy_what_is_for_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy:1")
+    program = (
+        "import os; found = [os.environ[name] for name in ('NO_PROXY', 'no_proxy')]; "
+        "print(float(found == ['example.org,127.0.0.1', '127.0.0.1']))"
+    )
+    assert run(command(program)).reward == 1.0
 
 
 def test_a_task_is_json_whatever_its_row_holds() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import CHATML, DEEPSEEK, GLM, HARMONY, LLAMA, MISTRAL, PLAIN, QWEN_CODER, byte_tokenizer
 
-from podium.environments.call_markup import harmony_parts
+from podium.environments.call_markup import deepseek_calls, glm_calls, harmony_parts, qwen_coder_calls
 from podium.environments.chat_format import BadCall, ToolCall, ToolFormat, detect_format, parse_calls
 
 FORMATS: tuple[ToolFormat, ...] = (
@@ -294,3 +295,20 @@ _BROKEN = st.lists(
 def test_no_text_raises(pieces: list[str], form: ToolFormat) -> None:
     for call in parse_calls("".join(pieces), form):
         assert isinstance(call, ToolCall) or call.why
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "<tool_call>read\n<arg_key>path</arg_key>\n<arg_value>a" * 2000,
+        "<tool_call>read\n<arg_key>path" * 2000,
+        "<tool_call><function=read><parameter=path>a" * 2000,
+        "<｜tool▁call▁begin｜>read<｜tool▁sep｜>```json\n{" + " " * 50_000 + "x<｜tool▁call▁end｜>",
+    ],
+    ids=["values", "keys", "parameters", "fence"],
+)
+def test_long_answers_of_calls_that_are_never_closed_are_read_at_once(said: str) -> None:
+    """A pattern that tries every end at every begin takes minutes, and holds Python's lock for as long."""
+    began = time.process_time()
+    assert sum(len(list(calls(said))) for calls in (glm_calls, qwen_coder_calls, deepseek_calls)) > 0
+    assert time.process_time() - began < 10

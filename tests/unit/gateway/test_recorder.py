@@ -177,6 +177,17 @@ def test_the_same_content_is_answered_from_the_record_until_something_follows() 
     assert episode.recorder.record().repeated_requests == 2
 
 
+def test_an_agent_that_waits_for_another_answer_to_the_same_request_is_refused() -> None:
+    episode = Episode()
+    opened = episode.new([ASK], content=b"same")
+    episode.recorder.answer(opened.number, [(said([5]), {"role": "assistant", "content": "4"})])
+    for _ in range(32):
+        assert episode.open([ASK], content=b"same") == RepeatedTurn(number=opened.number)
+    with pytest.raises(RequestRefusedError, match=r"this request was made 33 times.*`seed`"):
+        episode.open([ASK], content=b"same")
+    assert episode.recorder.record().repeated_requests == 32
+
+
 def test_an_idempotency_key_stands_for_one_request() -> None:
     episode = Episode()
     first = episode.turn([ASK], "4", content=b"a", idempotency_key="k")
