@@ -97,27 +97,45 @@ class GeneratorHandle:
     @asynccontextmanager
     async def streaming(self, plan: SamplingPlan) -> AsyncIterator[EpisodeStream]:
         """Streams of all engines."""
-        async with self._accompanied(), streaming(self._group, plan) as stream:
+        async with self._accompanied() as following, streaming(self._group, plan) as stream:
+
+            def look(task: asyncio.Future[Any]) -> None:
+                """An engine would wait for a dead worker that follows it."""
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    stream.fail(error)
+
+            for each in following:
+                each.add_done_callback(look)
             yield stream
 
     @asynccontextmanager
-    async def _accompanied(self) -> AsyncIterator[None]:
-        """Inside, workers that follow an engine do nothing else, as those with an engine do."""
+    async def _accompanied(self) -> AsyncIterator[Sequence[asyncio.Future[Any]]]:
+        """Inside, workers that follow an engine do nothing else, as those with an engine do. Yields their calls."""
         if self._parts is None:
-            yield
+            yield ()
             return
         parts, leading = self._parts, set(self._group.workers)
         following = [rank for rank, worker in zip(parts.ranks, parts.workers, strict=True) if worker not in leading]
-        calls = asyncio.gather(*(parts.call_one(rank, GeneratorPart.accompany) for rank in following))
+        calls = [asyncio.ensure_future(parts.call_one(rank, GeneratorPart.accompany)) for rank in following]
         try:
-            yield
+            yield calls
         finally:
-            await asyncio.gather(*(self._leave(parts, rank) for rank in following))
-            await calls
+            were_told = await asyncio.gather(*(self._leave(parts, rank) for rank in following))
+            if not all(were_told):  # a worker beside them died: all are replaced, and none of these calls returns
+                for each in calls:
+                    each.cancel()
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            failed = next((each for each in results if isinstance(each, Exception)), None)
+            if failed is not None:
+                raise failed
 
-    async def _leave(self, parts: RoleGroup[GeneratorPart], rank: int) -> None:
-        with suppress(WorkerDiedError):  # the others must return all the same; the call itself raises it
+    async def _leave(self, parts: RoleGroup[GeneratorPart], rank: int) -> bool:
+        """Whether the worker could be told."""
+        try:
             await parts.control_one(rank, GeneratorPart.leave)
+        except WorkerDiedError:
+            return False
+        return True
 
     async def replace(self, stream: EpisodeStream, lost: Lost) -> None:
         """Raises the error: who has its weights replaces it, or the run goes back to its last committed step."""

@@ -207,5 +207,6 @@ class GapWatch:
         usual = statistics.median(self._first) if len(self._first) == _STEPS_UNTIL_USUAL else math.inf
         # Below a fifth of the limit a gap may grow as it likes: it is rounding.
         if gap.mean > _TIMES_THE_USUAL * usual and gap.mean > 0.2 * limits.mean:
-            return f"{gap.mean / usual:.1f} times the {usual:.2g} of the first {_STEPS_UNTIL_USUAL} steps"
+            times = f"{gap.mean / usual:.1f} times" if usual > 0 else "not"
+            return f"{times} the {usual:.2g} of the first {_STEPS_UNTIL_USUAL} steps"
         return None
