@@ -11,6 +11,7 @@ import transformers
 
 from helpers.dense_steps import Case, DenseTask, random_rows, step_of
 from helpers.engines import one_rank, relative_l2
+from helpers.meshes import LORA
 from helpers.on_policy import CASES, UpdateTask, update_on
 from helpers.prefixes import episodes_with_prefixes, shared_update_rank, sharing_always
 from helpers.tiny import save_tiny_model, tiny_config
@@ -74,7 +75,7 @@ def test_programs_with_fixed_data_have_the_gradient_of_whole_documents(folder: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 4}}], ids=["all weights", "adapter"])
+@pytest.mark.parametrize("model", [{}, {"lora": LORA}], ids=["all weights", "adapter"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_that_share_have_the_gradients_of_one_that_does_not(folder: Path, ranks: int, model: dict) -> None:
     names = ("clipped", "gspo", "kl", "proximal", "token mask", "reinforce++", "imitation")
