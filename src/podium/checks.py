@@ -195,12 +195,7 @@ def _check_environment(section: EnvironmentSection) -> None:
 
 
 def _check_agent(path: str) -> None:
-    """One that cannot be found is another look's."""
-    fits = True
-    with suppress(RecipeError):
-        plugins.locate(path, "environment.agent")
-        fits = plugins.takes(path, "environment.agent", 3)
-    if not fits:
+    if not _takes(path, "environment.agent", 3):
         raise RecipeError(
             f"environment.agent: {path} cannot be called with three arguments. An agent takes (task, base_url, "
             "api_key) and returns a reward, or None if the recipe's rewards grade the episode."
@@ -208,16 +203,20 @@ def _check_agent(path: str) -> None:
 
 
 def _check_estimator(path: str) -> None:
-    """One that cannot be found is another look's."""
-    fits = True
-    with suppress(RecipeError):
-        plugins.locate(path, "algorithm.advantage")
-        fits = plugins.takes(path, "algorithm.advantage", 2)
-    if not fits:
+    if not _takes(path, "algorithm.advantage", 2):
         raise RecipeError(
             f"algorithm.advantage: {path} cannot be called with two arguments. An estimator takes (rewards_N, group_N) "
             "and gives one advantage for each episode."
         )
+
+
+def _takes(path: str, key: str, count: int) -> bool:
+    """Whether a function can be called with so many arguments. One that cannot be found is another look's."""
+    try:
+        plugins.locate(path, key)
+        return plugins.takes(path, key, count)
+    except RecipeError:
+        return True
 
 
 def _losses(recipe: Recipe) -> Iterator[tuple[str, str, Mapping[str, str] | None]]:
