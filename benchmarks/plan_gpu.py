@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -113,12 +114,14 @@ def main() -> None:
             told[case.name] = predictions(case, device)
             parts = ", ".join(f"{name} {text(name, value)}" for name, value in told[case.name].items())
             print(f"  {case.name}: {parts}", flush=True)
-        found = {case.name: measured(case) for case in cases}
-    print()
-    for line in report(told, found):
-        print(line)
-    if asked.json is not None:
-        asked.json.write_text(json.dumps({"predicted": told, "measured": found}, indent=1), encoding="utf-8")
+        found: dict[str, dict[str, float]] = {}
+        for case in cases:
+            found[case.name] = measured(case)
+            shutil.rmtree(case.folder)  # its last checkpoint has gigabytes
+            for line in report(told, {case.name: found[case.name]}):
+                print(line, flush=True)
+            if asked.json is not None:
+                asked.json.write_text(json.dumps({"predicted": told, "measured": found}, indent=1), encoding="utf-8")
 
 
 def known_device(kind: str, name: str | None) -> Device:

@@ -81,6 +81,9 @@ def has_flash(q_HME: Tensor, v_KNE: Tensor, spec: AttentionSpec) -> bool:
     """Whether torch's flash attention computes such a block. Sinks are no part of a block."""
     width = q_HME.shape[-1]
     fits = width == v_KNE.shape[-1] and width % 8 == 0 and width <= _FLASH_WIDTH
+    # With a window to the left, the kernel lets a query see at most N keys to the right of where it puts it: if there
+    # are more queries than keys, the first ones would not see the last keys.
+    fits = fits and (spec.window is None or q_HME.shape[1] <= v_KNE.shape[1])
     return q_HME.is_cuda and q_HME.dtype in (torch.bfloat16, torch.float16) and spec.softcap is None and fits
 
 
