@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from podium.engine.offload import OffloadedTensors
 from podium.weights import fingerprints
-from podium.weights.fingerprints import BLOCK, fingerprint, partial_fingerprint, unsigned
+from podium.weights.fingerprints import BLOCK, Piece, fingerprint, partial_fingerprint, piece_fingerprints, unsigned
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,6 +35,28 @@ def test_the_kernel_gives_the_integers_of_the_cpu(dtype: torch.dtype, count: int
     found = partial_fingerprint(values(count, dtype).to(DEVICE), first=first, dtype=dtype)
     assert found.is_cuda
     assert unsigned(found.reshape(1)) == unsigned(wanted.reshape(1))
+
+
+def test_one_launch_gives_the_integers_of_the_cpu_for_pieces_of_any_kind() -> None:
+    cases = [
+        (1, 0, torch.bfloat16), (4096, 1, torch.bfloat16), (5000, (1 << 33) + 12345, torch.float32),
+        (3 * BLOCK + 77, BLOCK - 1, torch.bfloat16), (9000, 5, torch.float32),
+    ]  # fmt: skip
+    pieces: list[Piece | None] = [
+        Piece(values=values(count, dtype), first=first, dtype=dtype) for count, first, dtype in cases
+    ]
+    pieces.append(Piece(values=torch.randn(BLOCK + 5), first=3, dtype=torch.bfloat16))  # is cast
+    pieces.append(Piece(values=values(300, torch.bfloat16)[:0], first=0, dtype=torch.bfloat16))
+    pieces.insert(2, None)
+    there = [each and replace(each, values=each.values.to(DEVICE)) for each in pieces]
+    wanted = piece_fingerprints(pieces, torch.device("cpu")).tolist()
+    assert wanted[2] == 0
+    for _ in range(2):  # the second time from what is known of the addresses
+        assert piece_fingerprints(there, torch.device(DEVICE)).tolist() == wanted
+    changed = there[0]
+    assert changed is not None
+    changed.values.view(torch.int16)[0] ^= 1
+    assert piece_fingerprints(there, torch.device(DEVICE)).tolist()[0] != wanted[0]
 
 
 def test_masters_are_cast_to_the_published_dtype_as_on_the_cpu() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -36,15 +37,48 @@ def fingerprint(tensor: Tensor) -> int:
     return unsigned(partial_fingerprint(tensor, first=0, dtype=tensor.dtype).reshape(1))[0]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """Consecutive elements of a tensor without its padding rows, and the index of the first one in the whole tensor."""
+
+    values: Tensor
+    first: int
+    dtype: torch.dtype  # that is published
+
+    @classmethod
+    def of_rows(cls, local: Tensor, box: Box, shape: Sequence[int], dtype: torch.dtype) -> Piece:
+        """This rank's rows of a tensor of `shape`, the shape without padding rows."""
+        assert Box(box.starts[1:], box.stops[1:]) == Box.whole(shape[1:]), "only rows are sharded"
+        if not shape:
+            return cls(values=local, first=0, dtype=dtype)
+        rows = max(0, min(box.stops[0], shape[0]) - box.starts[0])
+        return cls(values=local[:rows], first=box.starts[0] * math.prod(shape[1:]), dtype=dtype)
+
+
 def piece_fingerprint(local: Tensor, box: Box, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The contribution of this rank's rows to the fingerprint of a tensor of `shape`, the shape without padding rows:
     rows after it do not count. An int64 scalar on the tensor's device; those of all ranks are added with
     wrap-around."""
-    assert Box(box.starts[1:], box.stops[1:]) == Box.whole(shape[1:]), "only rows are sharded"
-    if not shape:
-        return partial_fingerprint(local, first=0, dtype=dtype)
-    rows = max(0, min(box.stops[0], shape[0]) - box.starts[0])
-    return partial_fingerprint(local[:rows], first=box.starts[0] * math.prod(shape[1:]), dtype=dtype)
+    piece = Piece.of_rows(local, box, shape, dtype)
+    return partial_fingerprint(piece.values, first=piece.first, dtype=dtype)
+
+
+def piece_fingerprints(pieces: Sequence[Piece | None], device: torch.device) -> Tensor:
+    """The contributions [P] of many pieces; None is no piece, and counts as 0. On CUDA one kernel reads all that need
+    no cast: to launch one for each tensor of a model takes longer than reading its weights."""
+    totals_P = torch.zeros(len(pieces), dtype=torch.int64, device=device)
+    together: dict[int, list[int]] = {}
+    for index, piece in enumerate(pieces):
+        if piece is None or not piece.values.numel():
+            continue
+        if _fits_one_launch(piece):
+            together.setdefault(piece.values.element_size(), []).append(index)
+        else:
+            totals_P[index] = partial_fingerprint(piece.values, first=piece.first, dtype=piece.dtype)
+    for element_size, indices in together.items():
+        chosen = [piece for index in indices if (piece := pieces[index]) is not None]
+        totals_P[torch.as_tensor(indices, device=device)] = _one_launch(chosen, element_size, device)
+    return totals_P
 
 
 def partial_fingerprint(values: Tensor, *, first: int, dtype: torch.dtype) -> Tensor:
@@ -86,6 +120,22 @@ def _one_pass(bits: Tensor, first: int) -> Tensor:
 
     outer = outer_weights(first, len(bits), bits.device)
     return weighted_sum(bits, first, inner_weights(bits.device), outer)
+
+
+def _fits_one_launch(piece: Piece) -> bool:
+    values = piece.values
+    is_plain = values.dtype == piece.dtype and values.is_contiguous() and values.element_size() in (2, 4)
+    return values.is_cuda and is_plain and find_spec("triton") is not None
+
+
+def _one_launch(pieces: Sequence[Piece], element_size: int, device: torch.device) -> Tensor:
+    from podium.weights.fingerprint_kernel import Stretch, weighted_sums
+
+    stretches = [
+        Stretch(address=piece.values.data_ptr(), numel=piece.values.numel(), first=piece.first) for piece in pieces
+    ]
+    outers = [outer_weights(each.first, each.numel, device) for each in stretches]
+    return weighted_sums(stretches, element_size, inner_weights(device), outers)
 
 
 @functools.cache

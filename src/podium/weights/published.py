@@ -20,7 +20,7 @@ from podium.models.causal_lm import PackedCausalLM, padded_parameters
 from podium.models.lora import has_adapter
 from podium.models.tensor_axis import TensorAxis
 from podium.models.tensor_shards import Box
-from podium.weights.fingerprints import piece_fingerprint, unsigned
+from podium.weights.fingerprints import Piece, piece_fingerprint, piece_fingerprints, unsigned
 from podium.weights.versions import TensorSpec, WeightVersion
 from podium.weights.weight_transfers import BUCKET_BYTES, large, plan_buckets
 
@@ -112,7 +112,10 @@ class PublishedWeights:
 
     @torch.no_grad()
     def _described(self, number: int, parts: Sequence[_Part]) -> WeightVersion:
-        sums = torch.stack([self._partial(part) for part in parts])
+        sums = piece_fingerprints([_own_rows(part) for part in parts], self._mesh.device)
+        for index, part in enumerate(parts):
+            if part.axis is not None and part.dim > 0:
+                sums[index] = self._gathered(part, part.axis)
         fingerprints = unsigned(self._mesh.sum(sums))
         manifest = tuple(part.spec for part in parts)
         return WeightVersion(number=number, manifest=manifest, fingerprints=tuple(fingerprints))
@@ -121,15 +124,12 @@ class PublishedWeights:
         """Whole tensors in the manifest's order, on all ranks. Collective: all iterate to the end."""
         return _tensors(self._parts, self._bucket_bytes)
 
-    def _partial(self, part: _Part) -> Tensor:
-        local, box, axis = part.local, part.box, part.axis
-        is_counted = not part.is_copy
-        if axis is not None and part.dim > 0:  # whole rows are counted, by one rank
-            local, whole = axis.gather(local, part.dim), Box.whole(part.spec.shape)
-            box = Box((box.starts[0], *whole.starts[1:]), (box.stops[0], *whole.stops[1:]))
-            is_counted = is_counted and axis.rank == 0
-        if not is_counted:
+    def _gathered(self, part: _Part, axis: TensorAxis) -> Tensor:
+        """Of whole rows, which one rank counts; other parts of a tensor have only a piece of each row. Collective."""
+        local, whole = axis.gather(part.local, part.dim), Box.whole(part.spec.shape)
+        if part.is_copy or axis.rank != 0:
             return torch.zeros((), dtype=torch.int64, device=self._mesh.device)
+        box = Box((part.box.starts[0], *whole.starts[1:]), (part.box.stops[0], *whole.stops[1:]))
         return piece_fingerprint(local, box, part.spec.shape, part.dtype)
 
 
@@ -147,6 +147,13 @@ class FrozenWeights:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Collective: all iterate to the end."""
         return _tensors(self._parts, self._bucket_bytes)
+
+
+def _own_rows(part: _Part) -> Piece | None:
+    """What this rank counts by itself."""
+    if part.is_copy or (part.axis is not None and part.dim > 0):
+        return None
+    return Piece.of_rows(part.local, part.box, part.spec.shape, part.dtype)
 
 
 def _tensors(parts: Sequence[_Part], size: int) -> Iterator[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from podium.errors import WeightMismatchError
 from podium.models.tensor_shards import Box
-from podium.weights.fingerprints import partial_fingerprint, piece_fingerprint, unsigned
+from podium.weights.fingerprints import Piece, partial_fingerprint, piece_fingerprints, unsigned
 from podium.weights.transports import Delivery, torch_dtype
 from podium.weights.versions import TensorSpec, WeightVersion
 
@@ -41,7 +41,8 @@ class Verified:
         finally:
             if isinstance(arriving, Generator):
                 arriving.close()  # now, not when the error is garbage-collected: others may wait for this end
-        compare_sums(self._version, sums)
+        if sums:
+            compare_sums(self._version, torch.stack(sums))
 
     def _checked(self, spec: TensorSpec, came: tuple[str, Tensor] | None) -> Tensor:
         if came is None:
@@ -76,12 +77,13 @@ def check_manifest(version: WeightVersion, tensors: Mapping[str, Tensor], real_r
 def verify_in_place(tensors: Mapping[str, Tensor], version: WeightVersion) -> None:
     """Verifies tensors that an engine already has: the learner's own, or a copy of them. Whole tensors by name; rows
     beyond the manifest's are padding and do not count."""
-    sums = []
+    pieces = []
     for spec in version.manifest:
         held = tensors.get(spec.name)
         tensor = require_tensor(held, None if held is None else tuple(held.shape), spec, version)
-        sums.append(piece_fingerprint(tensor, Box.whole(tensor.shape), spec.shape, tensor.dtype))
-    compare_sums(version, sums)
+        pieces.append(Piece.of_rows(tensor, Box.whole(tensor.shape), spec.shape, tensor.dtype))
+    if pieces:
+        compare_sums(version, piece_fingerprints(pieces, pieces[0].values.device))
 
 
 def require_tensor(
@@ -100,10 +102,9 @@ def _fits(shape: tuple[int, ...], dtype: torch.dtype, spec: TensorSpec) -> bool:
     return same and dtype == torch_dtype(spec.dtype)
 
 
-def compare_sums(version: WeightVersion, sums: list[Tensor]) -> None:
+def compare_sums(version: WeightVersion, sums: Tensor) -> None:
     """Raises unless these are the fingerprints of the version's tensors, in the order of its manifest."""
-    values = unsigned(torch.stack(sums)) if sums else []
-    fingerprints = {spec.name: value for spec, value in zip(version.manifest, values, strict=True)}
+    fingerprints = {spec.name: value for spec, value in zip(version.manifest, unsigned(sums), strict=True)}
     differing = version.differing(fingerprints)
     if differing:
         more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""

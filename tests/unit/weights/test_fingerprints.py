@@ -14,7 +14,15 @@ from torch import Tensor
 
 from podium.models.tensor_shards import Box
 from podium.weights import fingerprints
-from podium.weights.fingerprints import BLOCK, fingerprint, partial_fingerprint, piece_fingerprint, unsigned
+from podium.weights.fingerprints import (
+    BLOCK,
+    Piece,
+    fingerprint,
+    partial_fingerprint,
+    piece_fingerprint,
+    piece_fingerprints,
+    unsigned,
+)
 
 WRAP = 1 << 64
 
@@ -80,6 +88,19 @@ def test_shards_of_any_number_of_ranks_add_up_to_the_whole_without_padding(
         box = Box((start, 0), (stop, width))
         total += piece_fingerprint(padded[start:stop], box, (rows, width), dtype)
     assert unsigned(total.reshape(1)) == [wanted]
+
+
+def test_many_pieces_have_the_fingerprints_of_each_alone_and_none_counts_as_zero() -> None:
+    masters = random_tensor(12, 7)
+    pieces = [
+        Piece.of_rows(masters[3:9], Box((3, 0), (9, 7)), (8, 7), torch.bfloat16),  # the last row is padding
+        None,
+        Piece.of_rows(masters[8:], Box((8, 0), (12, 7)), (8, 7), torch.bfloat16),  # nothing but padding
+        Piece.of_rows(masters[0, 0], Box((), ()), (), torch.float32),
+    ]
+    alone = partial_fingerprint(masters[3:8].bfloat16(), first=21, dtype=torch.bfloat16)
+    scalar = partial_fingerprint(masters[0, :1], first=0, dtype=torch.float32)
+    assert piece_fingerprints(pieces, torch.device("cpu")).tolist() == [int(alone), 0, 0, int(scalar)]
 
 
 @given(cuts=st.sets(st.integers(1, 999), max_size=8), order=st.randoms())
