@@ -20,7 +20,8 @@ from podium.controller.parts import OnPolicyParts
 from podium.controller.recovery import Abort, Death, GiveUp, RecoveryPlan, Respawn, Retry, Rewind
 from podium.controller.rewinding import death_of, milestones_of_killed, recorded_step, rewind
 from podium.controller.run import OnPolicyRun
-from podium.controller.watching import hang_reporter, saying_what_takes_long
+from podium.controller.watching import Standing, hang_reporter, saying_what_takes_long
+from podium.engine.checkpoint_files import saved_steps
 from podium.errors import CheckpointError, ClusterError, RoleError, WorkerDiedError, counted
 from podium.observe import Console, Stopwatch
 from podium.recipe import OnPolicyRecipe
@@ -94,7 +95,7 @@ async def run_program(
         inputs = rewound
         milestones = milestones if run is None else run.milestones
         if milestones is not None:
-            milestones.rewound()
+            milestones.rewound([each.step for each in saved_steps(first.folder.checkpoints)])
 
 
 async def _rewound(
@@ -140,7 +141,11 @@ async def _rewound(
                     with suppress(ClusterError):  # what is dead cannot be closed
                         await run.give_up()
                 are_new = error is None and not workers.num_attached
-                inputs = await rewind(first, assembled.names, workers, committed=committed, most=most, are_new=are_new)
+                saving = None if run is None else run.milestones.saving_step
+                async with saying_what_takes_long(Standing(committed), workers, console):
+                    inputs = await rewind(
+                        first, assembled.names, workers, committed=committed, most=most, are_new=are_new, saving=saving
+                    )
                 break
             except (WorkerDiedError, OverdueError) as again:
                 error = again
