@@ -15,6 +15,7 @@ from podium.data.rows import Row
 from podium.data.sources import Source
 from podium.data.splitmix import GAMMA, mix
 from podium.errors import DataError
+from podium.progress import mark_progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,7 @@ class MixedStream:
         cursor = self._cursors[source]
         row = cursor.next()
         self._draw += 1
+        mark_progress()
         return StreamRow(row=row, source=source, epoch=cursor.position.epoch)
 
     def _choice(self, draw: int) -> int:
