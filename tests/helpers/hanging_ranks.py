@@ -12,13 +12,17 @@ from podium.stack_dumps import allow_dumps
 
 
 def work(marks: RankMarks, rank: int, folder: Path) -> None:
-    """Advances every few milliseconds, until there is a file that is named after this rank."""
+    """Advances every few milliseconds, until there is a file that is named after this rank: it hangs then, or waits in
+    a collective if the file says so."""
     allow_dumps(f"rank {rank}")
     with marks.published(rank):
+        mark_progress()
+        (folder / f"advances-{rank}").touch()
         while not (folder / f"hang-{rank}").exists():
             mark_progress()
-            (folder / f"advances-{rank}").touch()
             time.sleep(0.005)
+        if (folder / f"hang-{rank}").read_text() == "collective":
+            exec(compile("while True:\n    pass\n", "/lib/torch/distributed/distributed_c10d.py", "exec"))
         loops_for_ever()
 
 

@@ -84,7 +84,6 @@ class MixedStream:
         cursor = self._cursors[source]
         row = cursor.next()
         self._draw += 1
-        mark_progress()
         return StreamRow(row=row, source=source, epoch=cursor.position.epoch)
 
     def _choice(self, draw: int) -> int:
@@ -138,6 +137,7 @@ class _SourceCursor:
         while len(rows) < wanted and self._next_block < self._source.num_blocks:
             rows += self._source.read_block(int(self._order[self._next_block]))
             self._next_block += 1
+            mark_progress()
         if self._pool_rows is None:
             return rows
         return [rows[index] for index in _permutation(len(rows), *self._key, self._epoch, 1, self._block)]

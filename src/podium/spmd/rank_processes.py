@@ -20,6 +20,7 @@ from podium.stack_dumps import append_stacks, dumped_stacks, dumper_name, frames
 # How often a launcher looks at its ranks.
 LOOK_S = 0.2
 _GRACE_S = 2.0
+_ASK_AGAIN_S = 10.0
 # What the others wait for may have advanced a little longer than they.
 _NEARLY = 0.5
 # A rank waits for its peers in a collective, or for their rows.
@@ -139,6 +140,7 @@ class RankProcesses:
         self._stacks_file, self._most_stopped_s = stacks_file, most_stopped_s
         self._marks, self._most_hung_s = marks, most_hung_s
         self._stops, self._stalls = Stalls(), Stalls()
+        self._asks_at_s = most_hung_s  # stalled for so long, ranks are asked where they are
         self.ended: str | None = None  # which ranks were killed because they did not go on, and what that means
         self._others = set(multiprocessing.active_children())
         self._ranks: set[Any] = set()
@@ -184,11 +186,17 @@ class RankProcesses:
         if self._marks is None or self._failed_s is not None:
             return
         stalled_s = {rank: self._stalls.look(rank, self._marks.of(rank.pid)) for rank in living}
-        if max(stalled_s.values(), default=0.0) < self._most_hung_s:
+        longest_s = max(stalled_s.values(), default=0.0)
+        if longest_s < self._asks_at_s:
+            self._asks_at_s = self._asks_at_s if longest_s >= self._most_hung_s else self._most_hung_s
             return
         stacks = {rank: RankStacks.of(rank.pid) for rank in living}
         stalled = [rank for rank in living if stalled_s[rank] >= _NEARLY * self._most_hung_s]
-        stuck = [rank for rank in stalled if not stacks[rank].waits_for_peers] or stalled
+        stuck = [rank for rank in stalled if not stacks[rank].waits_for_peers]
+        if not stuck and len(stalled) < len(living):  # they wait for one that advances, and have a deadline for that
+            self._asks_at_s = longest_s + _ASK_AGAIN_S
+            return
+        stuck = stuck or stalled
         words = sorted(_hang(stacks[rank]) for rank in stuck)
         self._keep(list(stacks.values()), "a rank hangs, and all ranks were here:")
         self._end(stuck, f"{', '.join(words)}: no progress for {self._most_hung_s:g} s (placement.timeout_s).")

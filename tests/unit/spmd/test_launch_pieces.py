@@ -292,6 +292,36 @@ def test_the_rank_that_hangs_is_killed_and_named_and_not_one_that_advances(tmp_p
     ranks[0].join()
 
 
+def test_a_rank_that_waits_in_a_collective_is_left_alone_while_another_one_advances(tmp_path: Path) -> None:
+    marks = RankMarks(2)
+    processes = RankProcesses(tmp_path / "stacks.txt", marks=marks, most_hung_s=1.0)
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=work, args=(marks, rank, tmp_path), daemon=True) for rank in range(2)]
+    (tmp_path / "hang-0").write_text("collective")
+    for rank in ranks:
+        rank.start()
+    deadline = time.monotonic() + 90.0
+    while not all((tmp_path / f"advances-{rank}").exists() for rank in range(2)):
+        time.sleep(0.02)
+        assert time.monotonic() < deadline
+    for _ in range(20):  # four times the limit
+        processes.look(ends_others=lambda: False)
+        time.sleep(0.1)
+    assert processes.ended is None
+
+    (tmp_path / "hang-1").touch()
+    while processes.ended is None:
+        processes.look(ends_others=lambda: False)
+        time.sleep(0.1)
+        assert time.monotonic() < deadline
+
+    assert processes.ended.startswith(f"rank 1 (process {ranks[1].pid}) hangs at ")
+    assert "rank 0" not in processes.ended
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+
+
 DUMP = """Thread 0x02 (most recent call first):
   File "/home/user/maps.py", line 3 in clean
   File "/lib/podium/data/examples.py", line 60 in make
