@@ -36,7 +36,7 @@ from pathlib import Path
 
 from kills_run import Bench, Limits, Unbroken, source_fingerprint
 from kills_task import FIXED_DATA, LAYOUTS, make_task
-from kills_trials import CONTROL, RANK, VICTIMS, Row, Trial, cells, drawn, recoveries_line, table
+from kills_trials import CONTROL, RANK, VICTIMS, Row, Trial, cells, drawn, recoveries_line, table, victims_table
 
 
 def main() -> None:
@@ -79,6 +79,9 @@ def measure(asked: argparse.Namespace, folder: Path, planned: Sequence[Trial]) -
     rows += made
     print(f"\n{platform.machine()}, seed {asked.seed}, SIG{asked.signal}, hang after {asked.hang_s:.0f} s\n")
     for line in table(rows):
+        print(line)
+    print()
+    for line in victims_table(rows):
         print(line)
     print(f"\n{recoveries_line(rows)}")
     bad = sorted(row.trial.number for row in rows if not row.good)

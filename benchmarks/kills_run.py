@@ -194,7 +194,7 @@ class Bench:
             ledger_equal=numbers is not None and numbers.ledger == unbroken.numbers.ledger,
             first_difference=numbers.first_difference(unbroken.numbers) if numbers is not None else None,
             wall_s=time.monotonic() - began,
-            recovered_s=recovered_s(place / "run"),
+            recoveries=recoveries_of(place / "run"),
         )
 
     def _attempt(self, trial: Trial, moments: Sequence[Moment], unbroken: Unbroken, place: Path) -> Attempt:
@@ -329,11 +329,11 @@ def ledger_of(run: Path) -> list[list[Any]]:
     return [list(each) for each in rows]
 
 
-def recovered_s(run: Path) -> tuple[float, ...]:
-    """How long each recovery of a run took."""
+def recoveries_of(run: Path) -> tuple[tuple[str, float], ...]:
+    """What each recovery of a run replaced, and how long it took."""
     from podium.runs.events import recoveries
 
-    return tuple(each.seconds for each in recoveries(run))
+    return tuple((each.part, each.seconds) for each in recoveries(run))
 
 
 def is_complete(run: Path) -> bool:

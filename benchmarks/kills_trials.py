@@ -18,6 +18,8 @@ SignalName = Literal["KILL", "STOP"]
 # `worker` is a worker process of Ray's that has no role yet; `none` is not killed at all, as a control.
 VICTIMS = ("controller", "learner", "generator", "grader", "runner", "worker", "fork_server", "raylet", "gcs_server")
 CONTROL = "none"
+# Seconds until the run goes on, of what is replaced alone.
+AIMS_S = {"generator": 5, "grader": 5, "runner": 5, "learner": 15, "controller": 15}
 RANK = "rank"  # of a program on fixed data; its launcher is its controller
 # Colocated generators live in the learners' processes; only environments have runners.
 _ONLY_IN = {"generator": SPLITS, "runner": ENVIRONMENTS, RANK: FIXED_DATA}
@@ -100,7 +102,18 @@ class Row:
     ledger_equal: bool
     first_difference: int | None  # first step whose metrics are other ones; None: all are equal
     wall_s: float
-    recovered_s: tuple[float, ...] = ()  # of each time that the command itself went on: since the death was noticed
+    recoveries: tuple[tuple[str, float], ...] = ()  # what the command itself replaced, and how long that took
+
+    @property
+    def recovered_s(self) -> list[float]:
+        """Seconds from noticing each death until the run went on."""
+        return [seconds for _, seconds in self.recoveries]
+
+    @property
+    def own_recovered_s(self) -> list[float]:
+        """Those of the victim's own kind; of all kinds where it takes others with it."""
+        victim = self.trial.victim
+        return [seconds for part, seconds in self.recoveries if victim not in AIMS_S or part == victim]
 
     @property
     def hits(self) -> list[Attempt]:
@@ -118,8 +131,8 @@ class Row:
     def read(cls, line: str) -> Row:
         values = json.loads(line)
         attempts = tuple(Attempt.read(each) for each in values["attempts"])
-        recovered_s = tuple(values.get("recovered_s", ()))
-        return cls(**{**values, "trial": Trial.read(values["trial"]), "attempts": attempts, "recovered_s": recovered_s})
+        recoveries = tuple((part, seconds) for part, seconds in values.get("recoveries", ()))
+        return cls(**{**values, "trial": Trial.read(values["trial"]), "attempts": attempts, "recoveries": recoveries})
 
 
 # --- drawing ---
@@ -190,6 +203,25 @@ def table(rows: Sequence[Row]) -> list[str]:
         if some:
             found.append(_markdown([layout, victim, *_cells(some)]))
     return [*found, _markdown(["all", "", *_cells(rows)])]
+
+
+_VICTIM_HEADINGS = ("victim", "trials", "kills", "replaced", "s to go on, median", "worst", "aim")
+
+
+def victims_table(rows: Sequence[Row]) -> list[str]:
+    """Markdown, a line for each victim over all layouts. `replaced`: how often the run recorded that it replaced one of
+    this kind. A grader that has nothing to do when it dies is noticed when it is needed, and never after the last
+    batch."""
+    found = [_markdown(_VICTIM_HEADINGS), _markdown(["---"] * len(_VICTIM_HEADINGS))]
+    for victim in (*VICTIMS, RANK):
+        some = [row for row in rows if row.trial.victim == victim]
+        back_s = [each for row in some for each in row.own_recovered_s]
+        times = [f"{statistics.median(back_s):.1f}", f"{max(back_s):.1f}"] if back_s else ["", ""]
+        if some:
+            kills = sum(hit.num_hits for row in some for hit in row.hits)
+            aim = str(AIMS_S.get(victim, ""))
+            found.append(_markdown([victim, str(len(some)), str(kills), str(len(back_s)), *times, aim]))
+    return found
 
 
 def recoveries_line(rows: Sequence[Row]) -> str:

@@ -5,23 +5,25 @@ without, in turns.
     .venv/bin/python benchmarks/sft_restarts.py                                       tiny Qwen3, two ranks on CPU
     python benchmarks/sft_restarts.py --device cuda --shape 0.6b --ranks 1 --turns 2
 
-The model and the documents of sft_gpu.py. Each turn of a side is `podium train` in a fresh process. A figure is the
-wall time from the end of the warm-up to the last step, divided by the steps; the ratio is the median over the turns of
-each turn's own ratio.
+The model and the documents of sft_gpu.py. Each turn of a side is `podium train` in a fresh process; the side that
+begins changes with every turn. Figures are of a step, from the end of the warm-up to the last one: wall time, and
+processor time of the launcher and all ranks. A ratio is the median over the turns of each turn's own ratio. On a
+machine with other work the processor time says more.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from podium.observe import read_metrics
 from sft_gpu import make_data, make_model
+from sft_restarts_clock import STEPS_FILE, Clocks, clocked
 from sft_step_gpu import SHAPES
 
 LIMIT_S = 600.0
@@ -38,27 +40,50 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=10, help="steps that are not timed")
     parser.add_argument("--turns", type=int, default=3)
     asked = parser.parse_args()
-    ratios = []
+    turns: list[dict[int, Clocks]] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         make_model(folder / "model", asked.shape)
         words = min(20_000, SHAPES[asked.shape]["vocab_size"] - 1)
         make_data(folder / "train.jsonl", (asked.steps + 4) * asked.tokens + 512 * 1000, words)
         for turn in range(asked.turns):
-            seconds = {restarts: step_s(folder, asked, turn, restarts) for restarts in SIDES}
-            ratios.append(seconds[3] / seconds[0])
-            print(
-                f"turn {turn + 1}: restarts 0 {1e3 * seconds[0]:.2f} ms a step, restarts 3 {1e3 * seconds[3]:.2f} ms: "
-                f"{ratios[-1]:.4f}",
-                flush=True,
-            )
-    print(f"median {statistics.median(ratios):.4f} of {asked.turns} turns, {asked.shape} on {asked.device}")
+            order = SIDES if turn % 2 == 0 else SIDES[::-1]
+            turns.append({restarts: measured(folder, asked, turn, restarts) for restarts in order})
+            print(turn_line(turn + 1, turns[-1]), flush=True)
+    wall, cpu = ratios(turns)
+    print(
+        f"restarts 3 over restarts 0, {len(turns)} turns, {asked.shape} on {asked.device}, {asked.ranks} ranks: "
+        f"wall time {wall:.4f}, processor time {cpu:.4f}"
+    )
 
 
-def step_s(folder: Path, asked: argparse.Namespace, turn: int, restarts: int) -> float:
-    """Mean seconds of a step after the warm-up."""
-    name = f"{turn}-{restarts}"
+def turn_line(number: int, turn: dict[int, Clocks]) -> str:
+    """What a turn of both sides took."""
+    sides = ", ".join(
+        f"restarts {restarts} {1e3 * turn[restarts].wall_s:.2f} ms a step ({1e3 * turn[restarts].cpu_s:.2f} ms of "
+        "processors)"
+        for restarts in SIDES
+    )
+    wall, cpu = ratios([turn])
+    return f"turn {number}: {sides}: wall {wall:.4f}, processors {cpu:.4f}"
+
+
+def ratios(turns: list[dict[int, Clocks]]) -> tuple[float, float]:
+    """Medians of the ratios of wall time and of processor time."""
+    without, with_copies = SIDES
+    return (
+        statistics.median(turn[with_copies].wall_s / turn[without].wall_s for turn in turns),
+        statistics.median(turn[with_copies].cpu_s / turn[without].cpu_s for turn in turns),
+    )
+
+
+def measured(folder: Path, asked: argparse.Namespace, turn: int, restarts: int) -> Clocks:
+    """A step after the warm-up, on average."""
+    name, steps, runs = f"{turn}-{restarts}", (asked.warmup, asked.steps), folder / "runs"
+    runs.mkdir(exist_ok=True)
+    (runs / STEPS_FILE).write_text(json.dumps(steps), encoding="utf-8")
     placement = {"device": asked.device, "devices": asked.ranks, "restarts": restarts}
+    clock = f"{Path(__file__).resolve().parent}/sft_restarts_clock.py:CommandClock"
     recipe = {
         "program": "sft",
         "model": {"path": str(folder / "model"), "init": "random"},
@@ -67,16 +92,19 @@ def step_s(folder: Path, asked: argparse.Namespace, turn: int, restarts: int) ->
         "optimizer": {"lr": 1e-5},
         "steps": asked.steps,
         "placement": placement | ({"threads": 1, "onednn": False} if asked.device == "cpu" else {}),
-        "run": {"name": name, "folder": str(folder / "runs"), "log_every": 10},
+        "run": {"name": name, "folder": str(runs), "log_every": 10, "loggers": [clock]},
     }
     file = folder / f"{name}.yaml"  # JSON is YAML
     file.write_text(json.dumps(recipe), encoding="utf-8")
     command = [sys.executable, "-m", "podium", "train", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    path = os.pathsep.join([str(Path(__file__).resolve().parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, check=False, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
     if done.returncode != 0:
         raise SystemExit(f"podium train failed with exit code {done.returncode}:\n{done.stdout}\n{done.stderr}")
-    times = {m.step: m.time_s for m in read_metrics(folder / "runs" / name / "metrics.jsonl") if "step_s" in m.values}
-    return (times[asked.steps] - times[asked.warmup]) / (asked.steps - asked.warmup)
+    return clocked(runs / name, steps)
 
 
 if __name__ == "__main__":

@@ -346,6 +346,7 @@ def _launch(
                 run_rank, (task,), ranks=placement.devices, restarts=placement.restarts, stop_file=stop,
                 stacks_file=folder.stacks_file, note=console.note,
                 newest_step=lambda: newest_step(folder.metrics_file), most_stopped_s=placement.heartbeat_timeout_s,
+                most_hung_s=placement.timeout_s,
             )
         )  # fmt: skip
 

@@ -11,6 +11,7 @@ import re
 import signal
 import sysconfig
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 _NAME = "podium-stacks"
@@ -61,8 +62,17 @@ def append_stacks(file: Path, title: str, stacks: str) -> bool:
 
 def innermost(dump: str) -> str | None:
     """The innermost call of a dump's main thread that is not in Python's own library."""
-    main = re.split(r"(?:Current t|T)hread 0x", dump)[-1]  # it comes last
-    frames = [line.strip() for line in main.splitlines() if line.lstrip().startswith("File ")]
+    return innermost_frame(frames_of_threads(dump)[-1])
+
+
+def frames_of_threads(dump: str) -> list[list[str]]:
+    """The frames of each thread of a dump, innermost first; the main thread comes last."""
+    parts = re.split(r"(?:Current t|T)hread 0x", dump)
+    return [[line.strip() for line in part.splitlines() if line.lstrip().startswith("File ")] for part in parts]
+
+
+def innermost_frame(frames: Sequence[str]) -> str | None:
+    """The innermost frame that is not in Python's own library."""
     library = f'File "{sysconfig.get_paths()["stdlib"]}/'
     outside = [each for each in frames if not each.startswith(library) or "/site-packages/" in each]
     return next(iter(outside or frames), None)

@@ -455,7 +455,7 @@ def lost_node(folder: Path) -> dict[str, float]:
         losing.join()
     assert fingerprint(run, step=8)["weights"] == expected["weights"]
     (recovery,) = (each for each in recoveries(run) if each.part != "grader")  # which may have been there too
-    assert (recovery.part, recovery.remedy) == ("learner", "rewind")
+    assert (recovery.part, recovery.remedy) == ("learner", "rebuild")
     assert recovery.step >= 1, recovery  # there is no checkpoint before the last step: this was in memory
     measured["recovery_s"] = round(recovery.seconds, 2)
     return measured

@@ -232,7 +232,7 @@ def test_learners_of_which_one_hangs_are_replaced_and_the_stacks_of_all_are_kept
     assert time.monotonic() - began_s < HANG_S + _PATIENCE_S / 2
     assert _without_rollout(fingerprint(run, step=STEPS)) == _without_rollout(expected)
     (recovery,) = recoveries(run)
-    assert (recovery.part, recovery.remedy, recovery.step) == ("learner", "rewind", 2)
+    assert (recovery.part, recovery.remedy, recovery.step) == ("learner", "rebuild", 2)
     assert re.search(r"train\[1\]\S*: it hangs: no progress in policy\.update .*endless_loop", recovery.cause)
     stacks = (run / "stacks.txt").read_text()
     assert re.search(r"train\[0\](.*\n)*?.*torch/distributed", stacks)  # waits in a collective
@@ -335,7 +335,7 @@ def test_with_staleness_every_group_is_trained_once(
 @pytest.mark.parametrize(
     ("worker", "part", "remedies", "words"),
     [
-        ("train[0]", "learner", ("rewind",), "Its workers are replaced."),
+        ("train[0]", "learner", ("rebuild",), "Its workers are replaced."),
         ("graders[0]", "grader", ("retry",), "It is replaced, and its episodes are graded again."),
         # One that dies between two steps, while nobody waits for its episodes, may be met by another call.
         ("runners[0]", "runner", ("retry", "rewind"), "replaced"),

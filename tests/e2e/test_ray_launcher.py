@@ -416,6 +416,24 @@ def test_on_one_node_a_killed_rank_goes_on_after_the_last_step(
 
 
 @pytest.mark.slow
+def test_a_rank_that_hangs_is_named_with_its_place_and_restarted(
+    tiny_folder: Path, data: Path, local_run: Path, tmp_path: Path
+) -> None:
+    """Rank 1 waits for it in a collective, and is not taken for the one that hangs."""
+    changes = {"run": with_deed(tmp_path, "hangs", HANG), "placement": {"restarts": 1, "timeout_s": 15}}
+    recipe = recipe_on_ray(tiny_folder, data, tmp_path, "hangs", **changes)
+    run = tmp_path / "hangs"
+
+    said = " ".join(said_by("train", recipe, output=tmp_path / "out").split())
+
+    assert re.search(r"warning: ranks\[0\]@\S+: it hangs: no progress in rank.run for \d+ s, at ", said), said
+    assert "ranks[1]" not in said.split("it hangs")[1].split("stacks.txt")[0]
+    assert "deed.py" in (run / "stacks.txt").read_text()
+    assert [event.part for event in recoveries(run)] == ["rank"]
+    assert losses(run) == losses(local_run)
+
+
+@pytest.mark.slow
 def test_without_restarts_a_killed_rank_is_named_with_the_way_to_go_on(
     joined: int, tiny_folder: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -55,6 +55,8 @@ TORCH_FREE = (
     "cli",
     "supervising",
     "spmd.launch",
+    "spmd.own_hang",
+    "spmd.rank_processes",
     "spmd.restart_budget",
     "spmd.on_ray",
     "models.adapter_folder",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from podium.cluster import Cluster, Workers, open_inline, open_ray
 from podium.cluster.blocking import in_thread, run_to_end
 from podium.cluster.member import Timeouts
-from podium.controller.layout import HANG_SLACK_S, LINK, RUNNER, RoleNames, layout_of, num_learners, role_names
+from podium.controller.layout import LINK, RUNNER, RoleNames, layout_of, num_learners, role_names
 from podium.controller.phases import GENERATOR
 from podium.controller.recovery import RecoveryPlan
 from podium.controller.start_up import StartUp, ray_settings
@@ -256,7 +256,7 @@ async def _started(
     cpu = folder.cpu_settings(num_learners(recipe))
     layout = layout_of(recipe, folder, device=device, resume_step=resume_step, cpu=cpu, names=names)
     timeouts = Timeouts(
-        collective_s=placement.timeout_s + HANG_SLACK_S,
+        collective_s=placement.collective_s,
         heartbeat_timeout_s=placement.heartbeat_timeout_s,
         hang_s=placement.timeout_s,
     )

@@ -17,10 +17,11 @@ from podium.controller.assembly import Inputs, begin_run, open_parts
 from podium.controller.drive import StepChoice
 from podium.controller.layout import RoleNames
 from podium.controller.parts import OnPolicyParts
-from podium.controller.recovery import Abort, Death, GiveUp, RecoveryPlan, Respawn, Retry, Rewind
+from podium.controller.recovery import Abort, Death, GiveUp, Rebuild, RecoveryPlan, Respawn, Retry, Rewind
 from podium.controller.rewinding import death_of, milestones_of_killed, recorded_step, rewind
 from podium.controller.run import OnPolicyRun
-from podium.controller.watching import hang_reporter, saying_what_takes_long
+from podium.controller.watching import Standing, hang_reporter, saying_what_takes_long
+from podium.engine.checkpoint_files import saved_steps
 from podium.errors import CheckpointError, ClusterError, RoleError, WorkerDiedError, counted
 from podium.observe import Console, Stopwatch
 from podium.recipe import OnPolicyRecipe
@@ -65,7 +66,8 @@ async def run_program(
     first = inputs = assembled.inputs
     milestones: Milestones | None = None
     if predecessor is not None and not predecessor.is_recorded:
-        _note_recovery(assembled, Death(part="controller", cause=predecessor.cause), inputs, predecessor.ended_s)
+        death = Death(part="controller", cause=predecessor.cause)
+        _note_recovery(assembled, death, Rewind(), inputs, predecessor.ended_s)
     elif predecessor is not None:
         inputs = await _rewound(assembled, recovery, None, predecessor, committed=0)
         milestones = milestones_of_killed(first, inputs.resume_step or 0)
@@ -94,7 +96,7 @@ async def run_program(
         inputs = rewound
         milestones = milestones if run is None else run.milestones
         if milestones is not None:
-            milestones.rewound()
+            milestones.rewound([each.step for each in saved_steps(first.folder.checkpoints)])
 
 
 async def _rewound(
@@ -110,10 +112,10 @@ async def _rewound(
     first, console, workers = assembled.inputs, assembled.console, assembled.workers
     began_s, most = now_s(), None
     error: WorkerDiedError | OverdueError | None = None
-    begun: Death | None = None
+    begun: tuple[Death, Rebuild | Rewind] | None = None
     if isinstance(cause, Predecessor):
         began_s, most = cause.ended_s, recorded_step(first)
-        begun = Death(part="controller", cause=cause.cause)
+        begun = Death(part="controller", cause=cause.cause), Rewind()
     else:
         error = cause
     with assembled.watch.span("recovery"):
@@ -122,17 +124,18 @@ async def _rewound(
                 if isinstance(error, OverdueError) and not await workers.end_overdue(error):
                     raise error
                 death = death_of(error, workers)
-                begun = begun or death
                 match recovery.decide(death):
                     case Abort(reason=reason):
                         console.warning(f"{death.cause} The run ends: {reason}.")
                         raise error
                     case _ if assembled.cluster.failure() is not None:
                         raise error
-                    case Rewind():
-                        console.warning(f"{death.cause} Its workers are replaced.")
-                    case Retry() | GiveUp() | Respawn() as remedy:
-                        raise AssertionError(f"{remedy} is no answer where nobody goes on")
+                    case Rebuild() | Rewind() as remedy:
+                        begun = begun or (death, remedy)
+                        what = "Its workers are" if isinstance(remedy, Rebuild) else "It is"
+                        console.warning(f"{death.cause} {what} replaced.")
+                    case Retry() | GiveUp() | Respawn() as unfit:
+                        raise AssertionError(f"{unfit} is no answer where nobody goes on")
                     case other:
                         assert_never(other)
             try:
@@ -140,19 +143,25 @@ async def _rewound(
                     with suppress(ClusterError):  # what is dead cannot be closed
                         await run.give_up()
                 are_new = error is None and not workers.num_attached
-                inputs = await rewind(first, assembled.names, workers, committed=committed, most=most, are_new=are_new)
+                saving = None if run is None else run.milestones.saving_step
+                async with saying_what_takes_long(Standing(committed), workers, console):
+                    inputs = await rewind(
+                        first, assembled.names, workers, committed=committed, most=most, are_new=are_new, saving=saving
+                    )
                 break
             except (WorkerDiedError, OverdueError) as again:
                 error = again
     assert begun is not None
-    _note_recovery(assembled, begun, inputs, began_s)
+    _note_recovery(assembled, *begun, inputs, began_s)
     return inputs
 
 
-def _note_recovery(assembled: Assembled[Program], death: Death, inputs: Inputs, began_s: float) -> None:
+def _note_recovery(
+    assembled: Assembled[Program], death: Death, done: Rebuild | Rewind, inputs: Inputs, began_s: float
+) -> None:
     """Records that the run goes on with these inputs, and says so. `began_s`: when the death was noticed."""
     step, seconds, num_attached = inputs.resume_step or 0, now_s() - began_s, assembled.workers.num_attached
-    remedy, how = "rewind", ""
+    remedy, how = "rebuild" if isinstance(done, Rebuild) else "rewind", ""
     if death.part == "controller" and num_attached:
         remedy, how = "attach", f", attached to {counted(num_attached, 'worker')}"
     elif death.part == "controller":

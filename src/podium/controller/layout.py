@@ -39,8 +39,6 @@ from podium.runs.host_memory import launch_folder
 TRAIN, ROLLOUT, GRADERS, RUNNERS = "train", "rollout", "graders", "runners"
 RUNNER, GRADER = "runner", "grader"
 LINK = "weights"
-# What waits for a worker that may hang waits this much longer than the watch of workers, whose report says more.
-HANG_SLACK_S = 30.0
 # Graders wait most of the time; a whole core each would leave none for workers that compute.
 _DEVICE_CPUS, _HELPER_CPUS = 0.9, 0.05
 
@@ -167,7 +165,7 @@ def _helper_roles(
         pools.append(_helpers(RUNNERS, runners, recipe))
         runner = RunnerSpec(
             model=recipe.model, environment=recipe.environment, generator=GENERATOR, lent=lent,
-            max_length=longest_sequence(recipe), deadline_s=recipe.placement.timeout_s + HANG_SLACK_S,
+            max_length=longest_sequence(recipe), deadline_s=recipe.placement.collective_s,
             sandbox=recipe.sandbox, has_rewards=bool(recipe.reward) or recipe.only_logs_rewards,
             stacks=None if run is None else RunFolder(path=run).stacks_file,
         )  # fmt: skip
@@ -224,7 +222,7 @@ def _train_roles(
 
     learner = LearnerSpec(
         recipe=recipe, folder=model, checkpoints=run / folder.checkpoints.name, resume_step=resume_step,
-        cpu=cpu, snapshots=kept(POLICY), collective_s=recipe.placement.timeout_s + HANG_SLACK_S,
+        cpu=cpu, snapshots=kept(POLICY), collective_s=recipe.placement.collective_s,
     )  # fmt: skip
     roles = [_role(POLICY, Learner, TRAIN, mesh, learner)]
     section = recipe.critic_section
@@ -284,7 +282,7 @@ def _generator(recipe: OnPolicyRecipe, *, learner: str | None) -> GeneratorSpec:
         rollout=recipe.rollout,
         max_length=longest_sequence(recipe),
         learner=learner,
-        deadline_s=recipe.placement.timeout_s + HANG_SLACK_S,
+        deadline_s=recipe.placement.collective_s,
         records_experts=recipe.may_replay_routers,
         tensor=recipe.placement.generator_tensor if learner is None else recipe.placement.colocated_tensor,
         parts=PARTS if learner is not None and recipe.placement.colocated_tensor > 1 else None,

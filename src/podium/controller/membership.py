@@ -17,7 +17,7 @@ from podium.cluster.deadlines import now_s
 from podium.cluster.health import Leaving
 from podium.controller.layout import ROLLOUT
 from podium.controller.parts import OnPolicyParts
-from podium.controller.recovery import Abort, Death, GiveUp, Respawn, Retry, Rewind
+from podium.controller.recovery import Abort, Death, GiveUp, Rebuild, Respawn, Retry, Rewind
 from podium.controller.state import RunState
 from podium.errors import ClusterError, PlacementError, WorkerDiedError
 from podium.recipe import OnPolicyRecipe
@@ -143,7 +143,7 @@ class Membership:
                     self._parts.log.console.warning(f"{cause} It is replaced, and its episodes are run again.")
                 case Abort():
                     raise error
-                case Retry() | GiveUp() | Rewind() as remedy:
+                case Retry() | GiveUp() | Rebuild() | Rewind() as remedy:
                     raise AssertionError(f"{remedy} is no answer to the death of a generator while others go on")
                 case other:
                     assert_never(other)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides what is done about workers that died; pure. How it is done is up to the executors, `replacing` and
-`rewinding`. Which workers of a pool are started again is decided by `podium.cluster.health.remedy`."""
+`rewinding`. Which slots of a pool are filled again is a fact of the cluster: `podium.cluster.health.remedy`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,14 @@ class Respawn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rebuild:
+    """Start the learners again, all that meet in collectives, with the state of the last committed step. The others go
+    back to that step with them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rewind:
-    """Start the workers again, bring all roles back to the last committed step, and go on from there."""
+    """Go back to the last committed step with the learners that live, and replace what died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +61,7 @@ class Abort:
     reason: str
 
 
-Remedy = Retry | GiveUp | Respawn | Rewind | Abort
+Remedy = Retry | GiveUp | Respawn | Rebuild | Rewind | Abort
 
 
 class RecoveryPlan:
@@ -98,17 +104,20 @@ class RecoveryPlan:
             self._num_deaths[death.part, slot] += 1
             if self._num_deaths[death.part, slot] > self._most:
                 return Abort(reason=self._too_often(death.part, slot))
-        if not death.others_go_on:
-            return Rewind() if self._goes_back else Abort(reason="this run cannot go back to an earlier step")
         match death.part:
-            case "grader" | "runner":
+            case "grader" | "runner" if death.others_go_on:
                 return Retry()
-            case "generator":
+            case "generator" if death.others_go_on:
                 return Respawn()
-            case "learner" | "controller":
-                return Rewind()
+            case "learner":
+                return self._going_back(Rebuild())
+            case "grader" | "runner" | "generator" | "controller":
+                return self._going_back(Rewind())
             case other:
                 assert_never(other)
+
+    def _going_back(self, remedy: Rebuild | Rewind) -> Remedy:
+        return remedy if self._goes_back else Abort(reason="this run cannot go back to an earlier step")
 
     def _too_often(self, part: Part, slot: int | None) -> str:
         times = "once" if self._most == 1 else f"{self._most} times"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, assert_never
 
 from podium.cluster.deadlines import now_s
-from podium.controller.recovery import Abort, Death, GiveUp, RecoveryPlan, Respawn, Retry, Rewind
+from podium.controller.recovery import Abort, Death, GiveUp, Rebuild, RecoveryPlan, Respawn, Retry, Rewind
 from podium.errors import WorkerDiedError
 from podium.roles.lost_workers import Answer, LostWorker
 from podium.runs.events import append_recovery
@@ -57,7 +57,7 @@ class WorkerReplacements:
                     f"{lost.error}\nThe run ends: {reason}. User code runs in other processes, so look for what ends "
                     "this one: memory of the machine, or code that kills its parent. `podium resume` continues the run."
                 ) from lost.error
-            case Respawn() | Rewind() as other:
+            case Respawn() | Rebuild() | Rewind() as other:
                 raise AssertionError(f"{other} is no answer where the others go on")
             case other:
                 assert_never(other)

@@ -43,11 +43,13 @@ def death_of(error: WorkerDiedError | OverdueError, workers: Workers) -> Death:
 
 async def rewind(
     first: Inputs, names: RoleNames, workers: Workers, *, committed: int, most: int | None = None,
-    are_new: bool = False,
+    are_new: bool = False, saving: int | None = None,
 ) -> Inputs:  # fmt: skip
     """Replaces dead workers and restores the newest step that there is, up to `most`. `first`: the inputs with which
-    the workers were started; `committed`: the last committed step; `are_new`: no worker has done anything yet. A worker
-    that dies meanwhile raises WorkerDiedError, and the call can be repeated."""
+    the workers were started; `committed`: the last committed step; `are_new`: no worker has done anything yet;
+    `saving`: the step whose checkpoint learners may be writing. It is waited for, unless a snapshot is as new:
+    when it is whole, it removes the checkpoints before it. A worker that dies meanwhile raises WorkerDiedError, and the
+    call can be repeated."""
     for pool in workers.pools:
         if pool == ROLLOUT:  # the run goes on with those that live, and fills the slots of the others later
             workers.vacate(ROLLOUT, workers.worker_pool(ROLLOUT).dead)
@@ -59,7 +61,12 @@ async def rewind(
         await workers.role(RUNNER, EpisodeSource).within(PHASE_S).call_all(EpisodeSource.reset)
     if workers.num_attached:
         committed = max(committed, await take_over(names, workers))
-    step, saved = await _restored(first, state_handles(first.recipe, names, workers), workers, most, are_new)
+    states = state_handles(first.recipe, names, workers)
+    in_memory = set.intersection(*[await state.snapshots() for state in states])
+    in_memory = {step for step in in_memory if most is None or step <= most}
+    if saving is not None and max(in_memory, default=0) < saving:
+        await _finish_saving(names, workers)
+    step, saved = await _restored(first, states, in_memory, workers, are_new)
     if step < committed and ROLLOUT in workers.pools:
         # They have weights of a version that will be made again, and may come out differently.
         await workers.recover(ROLLOUT, everyone=True)
@@ -74,9 +81,7 @@ async def rewind(
 async def take_over(names: RoleNames, workers: Workers) -> int:
     """Brings roles to a known state that another controller has used. Returns the newest version of the weights that a
     generator has."""
-    await workers.role(POLICY, Learner).within(PHASE_S).call_all(Learner.finish_saving)
-    if names.critic is not None:
-        await workers.role(names.critic, Critic).within(PHASE_S).call_all(Critic.finish_saving)
+    await _finish_saving(names, workers)
     if ROLLOUT not in workers.pools or names.lent is not None:
         # On the learner's devices: they leave room for what it restores, and wake with its weights.
         await GeneratorHandle(workers.role(names.lent or GENERATOR, Generator)).hold("offloaded")
@@ -111,13 +116,20 @@ def _metrics(folder: RunFolder) -> Sequence[StepMetrics]:
     return read_metrics(folder.path) if folder.metrics_file.exists() else ()
 
 
+async def _finish_saving(names: RoleNames, workers: Workers) -> None:
+    """Waits until no checkpoint is being written, at most `checkpoint.timeout_s`. One that the disk does not take
+    leaves those before it."""
+    await workers.role(POLICY, Learner).within(PHASE_S).call_all(Learner.finish_saving)
+    if names.critic is not None:
+        await workers.role(names.critic, Critic).within(PHASE_S).call_all(Critic.finish_saving)
+
+
 async def _restored(
-    first: Inputs, states: Sequence[StateHandle], workers: Workers, most: int | None, are_new: bool
+    first: Inputs, states: Sequence[StateHandle], in_memory: set[int], workers: Workers, are_new: bool
 ) -> tuple[int, Mapping[str, Any]]:
     """Restores the newest state: the newest snapshot, or a later checkpoint that is whole. Checkpoints that come after
-    it are damaged, and are set aside. Returns its step and the controller's values."""
-    in_memory = set.intersection(*[await state.snapshots() for state in states])
-    in_memory = {step for step in in_memory if most is None or step <= most}
+    it are damaged, and are set aside. No checkpoint may be in flight that is newer than the snapshots. Returns its step
+    and the controller's values."""
     begin = first.resume_step or 0
     known = max([*in_memory, begin if are_new else 0])  # new workers have just read the checkpoint of `begin`
     # In a thread: all bytes of a checkpoint may take minutes, and heartbeats go on.

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from podium.cluster import Workers
@@ -43,6 +44,13 @@ class Stepping(Protocol):
     @property
     def num_committed(self) -> int:
         """The last committed step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A run that commits nothing now: it recovers."""
+
+    num_committed: int
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ from podium.data.scored import ConversationMaker
 from podium.data.skipping import SkippedRow
 from podium.data.tokenizer import load_tokenizer
 from podium.errors import BadRowError
+from podium.progress import mark_progress
 from podium.recipe import DpoRecipe, ModelSection, RewardModelRecipe, SourceSection, SpmdRecipe
 
 _NO_COLUMNS: Mapping[str, str] = {}
@@ -55,6 +56,7 @@ class ExampleMaker:
     ) -> MadeExample | Dropped:
         """The row's example, or why there is none. An invalid row raises a BadRowError that names it."""
         values = named_values(row, columns, map)
+        mark_progress()
         if values is None:
             return Dropped.BY_MAP
         judgement = judged(values, self._shape, row)

@@ -24,6 +24,7 @@ from podium.data.state import DocumentCounts, LoaderState, decode, encode
 from podium.data.stream import MixedStream
 from podium.data.workers import ChunkMaker, InlineMaker, TokenizerPool
 from podium.errors import DataError
+from podium.progress import mark_progress, mark_progress_of
 
 __all__ = ["DocumentCounts", "LoaderState", "StepExamples", "StepLoader", "StepSize", "decode", "encode"]
 
@@ -112,6 +113,7 @@ class StepLoader:
                 break
             except queue.Empty:
                 pass
+            mark_progress_of(self._thread.ident)
             if self._stop.is_set():
                 raise RuntimeError("the loader is closed")
             if not self._thread.is_alive() and self._steps.empty():
@@ -150,6 +152,7 @@ class StepLoader:
             maker = TokenizerPool(self._spec, self._num_workers) if self._num_workers else InlineMaker(self._spec)
             if self._exchange is not None:
                 maker = SharedMaker(maker, self._exchange, self._spec.sections)
+            mark_progress()
             under_way: deque[RowChunk | Exception] = deque()
             while not self._stop.is_set():
                 if not self._composer.is_ready:

@@ -15,6 +15,7 @@ from podium.data.rows import Row
 from podium.data.sources import Source
 from podium.data.splitmix import GAMMA, mix
 from podium.errors import DataError
+from podium.progress import mark_progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,7 @@ class _SourceCursor:
         while len(rows) < wanted and self._next_block < self._source.num_blocks:
             rows += self._source.read_block(int(self._order[self._next_block]))
             self._next_block += 1
+            mark_progress()
         if self._pool_rows is None:
             return rows
         return [rows[index] for index in _permutation(len(rows), *self._key, self._epoch, 1, self._block)]

@@ -17,6 +17,8 @@ from podium.data.examples import MakerSpec
 from podium.data.results import RowResult
 from podium.data.rows import Row
 from podium.errors import DataError
+from podium.progress import mark_progress
+from podium.stack_dumps import allow_dumps
 
 RowsOfSources = Sequence[tuple[int, Row]]  # (source, row)
 
@@ -80,7 +82,9 @@ class TokenizerPool:
         self._processes = []
         for number in range(num_workers):
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(there, spec), name=f"podium-tokenizer-{number}", daemon=True)
+            process = context.Process(
+                target=_work, args=(there, spec, number), name=f"podium-tokenizer-{number}", daemon=True
+            )
             process.start()
             there.close()
             self._pipes.append(here)
@@ -116,6 +120,7 @@ class TokenizerPool:
             except (EOFError, OSError) as error:
                 raise self._died(number) from error
             self._num_received += 1
+            mark_progress()
             if isinstance(answer, BaseException):
                 raise answer
             examples: list[RowResult] = answer
@@ -142,8 +147,9 @@ class TokenizerPool:
         )
 
 
-def _work(pipe: Connection, spec: MakerSpec) -> None:
+def _work(pipe: Connection, spec: MakerSpec, number: int) -> None:
     """A worker's main loop: waits for chunks on its pipe and answers them in order; ends when the pipe closes."""
+    allow_dumps(f"tokenizer {number}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     maker = None

@@ -183,12 +183,12 @@ def join(
         world=world,
         device=device,
         deadline_s=placement.timeout_s,
-        timeout_s=placement.timeout_s,
+        timeout_s=placement.collective_s,
     )
     mesh = Mesh(
         rank=rank, world=world, device=device, devices=init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
     )
-    return mesh if sizes is None else with_axes(mesh, sizes, timeout_s=placement.timeout_s)
+    return mesh if sizes is None else with_axes(mesh, sizes, timeout_s=placement.collective_s)
 
 
 def with_axes(mesh: Mesh, sizes: MeshSizes, *, timeout_s: float) -> Mesh:

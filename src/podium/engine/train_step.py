@@ -394,6 +394,7 @@ class TrainEngine:
         total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
         for batch in micro_batches:
             total += self._forward(batch)[0]
+            mark_progress()
         self.model.train()
         return total
 

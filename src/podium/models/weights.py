@@ -20,6 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from podium.errors import ModelError
 from podium.models.tensor_shards import Box, TensorShard
 from podium.models.tensor_split import TensorSplit
+from podium.progress import mark_progress
 
 
 class WeightSource(Protocol):
@@ -161,6 +162,7 @@ def fill(pieces: Iterable[TensorShard], source: WeightSource, *, padded_rows: Ma
                 piece.local.zero_()
             if not part.is_empty:
                 piece.local[part.slices(piece.box.starts)].copy_(source.read(piece.name, part))
+        mark_progress()
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:

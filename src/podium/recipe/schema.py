@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
+from podium.progress import WATCH_SLACK_S
 from podium.recipe.fields import Count, NonNegative, OneOrMore, PathSection, Place, Real, Section, Switch, Text
 from podium.recipe.generator_mesh import GeneratorMeshSection
 from podium.recipe.plugins import Plugin
@@ -203,8 +204,9 @@ class PlacementSection(Section):
     timeout_s: Real = Field(
         600.0,
         gt=0,
-        description="Longest wait in a collective before the rank group is ended; on-policy: longest time in which a "
-        "call of a worker does not advance.",
+        description="Longest time in which a rank of a program on fixed data, or a call of an on-policy worker, does "
+        "not advance: it counts as dead then. Collectives wait 30 s longer, so that the rank that hangs is reported, "
+        "and not one that waits for it.",
     )
     heartbeat_timeout_s: Real = Field(
         60.0,
@@ -237,6 +239,11 @@ class PlacementSection(Section):
     def training_devices(self) -> int:
         """Number of devices that train."""
         return self.devices
+
+    @property
+    def collective_s(self) -> float:
+        """Longest wait in a collective, or for another process that does not advance."""
+        return self.timeout_s + WATCH_SLACK_S
 
     @property
     def mesh_sizes(self) -> MeshSizes:

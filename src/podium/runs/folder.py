@@ -253,8 +253,11 @@ class RunFolder:
             if not self.path.exists():
                 return
             if self.status == "starting":
+                stacks = self._saved_stacks()
                 _remove(self.path)
                 error.add_note(f"it failed before the end of its first step, and left nothing in {self.path}")
+                if stacks is not None:
+                    error.add_note(f"its stacks.txt is now {stacks}")
                 return
             with contextlib.suppress(OSError):  # a full disk, for instance: how to continue is said all the same
                 self.update(status="failed", error=(str(error) or type(error).__name__).splitlines()[0])
@@ -270,6 +273,14 @@ class RunFolder:
                     f"{self.path} has no checkpoint to resume from: no step could be saved. Set checkpoint.every to "
                     "save before the end"
                 )
+
+    def _saved_stacks(self) -> Path | None:
+        """Where the stacks of a run are whose folder is removed; None: there are none. Those of a hang say where."""
+        if not self.stacks_file.exists():
+            return None
+        stacks = self.path.with_name(f"{self.path.name}.{self.stacks_file.name}")
+        os.replace(self.stacks_file, stacks)
+        return stacks
 
     def _last_logged_step(self) -> int:
         return max((each.step for each in read_metrics(self.path)), default=0)

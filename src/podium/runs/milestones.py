@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from podium.recipe import Recipe
 
 # A save that failed is tried again after 1, 2, 4, ... steps, and at most this many.
@@ -26,6 +28,11 @@ class Milestones:
         self._whole_step = self.saved_step  # the last that is known to be saved
         self._retry_step: int | None = None
         self._num_failed = 0  # in a row
+
+    @property
+    def saving_step(self) -> int | None:
+        """The step that is being saved, as far as is known; None: none is."""
+        return self.saved_step if self.is_saving else None
 
     @property
     def whole_step(self) -> int | None:
@@ -75,11 +82,13 @@ class Milestones:
         if not self.is_saving:
             self.saved_step = 0
 
-    def rewound(self) -> None:
+    def rewound(self, saved: Collection[int]) -> None:
         """The run goes on with other workers, after a step that it may not have saved or evaluated. A save that the old
-        ones had begun is begun again."""
+        ones had begun is begun again, unless its step is among those that are `saved` by now."""
         self._restarted = True
-        if self.is_saving:
+        if self.is_saving and self.saved_step in saved:
+            self.save_is_whole()
+        elif self.is_saving:
             self.saved_step, self.is_saving = self._whole_step, False
 
     def goes_on_after(self, step: int) -> None:

@@ -28,6 +28,7 @@ from podium.errors import RecipeError, what_raised
 from podium.models.head import TokenLoss
 from podium.models.packing import on_device
 from podium.observe import EvaluationView, SampleView
+from podium.progress import mark_progress
 from podium.recipe import GenerationSection, LanguageModelRecipe, SpmdRecipe
 from podium.recipe.plugins import Plugin
 from podium.recipe.plugins import load as load_plugin
@@ -162,6 +163,7 @@ class Evaluator:
         for prompt, tokens in zip(self._prompts, self._answerer.answers(), strict=True):
             answer = answer_text(self._tokenizer, tokens.tolist())
             score = None if self._score is None else _scored(self._score, answer, prompt)
+            mark_progress()
             views.append(
                 SampleView(
                     prompt=_question(prompt, self._tokenizer), answer=answer, reference=prompt.reference, score=score

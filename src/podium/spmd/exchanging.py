@@ -23,6 +23,7 @@ from torch import Tensor
 from podium.data.workers import sendable
 from podium.engine.mesh import Mesh
 from podium.errors import LaunchError
+from podium.progress import waiting_at_most
 
 _LOG = logging.getLogger(__name__)
 # How often a rank takes part that has nothing to send: a rank that ends waits at most this long for the others.
@@ -80,14 +81,15 @@ class RankExchange:
             if self._state is not _State.FAILED:
                 self._state, self._payload = _State.READY, payload
                 self._changed.notify_all()
-            while self._received is None:
-                if self._failure is not None:
-                    raise self._failure
-                if is_stopped():
-                    return None
-                if time.monotonic() > deadline_s:
-                    raise self._late()
-                self._changed.wait(_POLL_S)
+            with waiting_at_most(self._timeout_s):
+                while self._received is None:
+                    if self._failure is not None:
+                        raise self._failure
+                    if is_stopped():
+                        return None
+                    if time.monotonic() > deadline_s:
+                        raise self._late()
+                    self._changed.wait(_POLL_S)
             received, self._received = self._received, None
             return received
 

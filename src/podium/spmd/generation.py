@@ -15,6 +15,7 @@ from podium.data.documents import Tokens
 from podium.engine.mesh import Mesh
 from podium.models.causal_lm import PackedCausalLM
 from podium.models.packing import Packing, TokenBatch, runs_of
+from podium.progress import mark_progress
 
 
 @torch.no_grad()
@@ -67,6 +68,7 @@ def _answer_batch(
         # A finished rank still joins the others' forwards, with a single token.
         batch = _last_positions([sequences[row] for row in open_rows] or [[0]], mesh.device)
         chosen = model(batch, None, kind="scores").argmax(dim=-1).tolist()
+        mark_progress()
         still = []
         for row, token in zip(open_rows, chosen, strict=False):
             if token in stop_tokens:

@@ -4,11 +4,9 @@ ranks that torchrun started. A rank that dies ends the job with its own tracebac
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
-import multiprocessing
 import os
 import pickle
 import signal
@@ -16,7 +14,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -26,15 +24,15 @@ from podium import errors
 from podium.engine.addresses import FileMeeting, Meeting
 from podium.errors import LaunchError, PodiumError
 from podium.runs.interrupts import STOPPING, InterruptHandler
+from podium.spmd.own_hang import raising_if_hung
+from podium.spmd.rank_processes import LOOK_S, RankMarks, RankProcesses
 from podium.spmd.restart_budget import Restart, RestartBudget
-from podium.stack_dumps import allow_dumps, dumped_stacks, dumper_name, innermost
+from podium.stack_dumps import allow_dumps
 
 Result = TypeVar("Result")
 
 # What torch's launcher reports for a process that left no error.
 _NO_WORDS = "<NONE>"
-_LOOK_S = 0.2
-_GRACE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +62,7 @@ def place_under_torchrun() -> RankPlace | None:
 def launch(
     main: Callable[..., Result], args: tuple[Any, ...], *, ranks: int, restarts: int, stop_file: Path | None,
     stacks_file: Path | None = None, note: Callable[[str], object] = lambda text: None,
-    newest_step: Callable[[], int] = lambda: 0, most_stopped_s: float = math.inf,
+    newest_step: Callable[[], int] = lambda: 0, most_stopped_s: float = math.inf, most_hung_s: float = math.inf,
 ) -> Result:  # fmt: skip
     """Runs `main(RankPlace, *args)` on every rank; returns the result of rank 0.
 
@@ -73,28 +71,31 @@ def launch(
     When a rank dies or fails, all are ended and started again, up to `restarts` times without a completed step between
     them, of which `newest_step` tells the last; `note` gets a line about each restart. Where the other ranks were when
     one failed is appended to `stacks_file`: it may have waited for one that hangs. A rank that is stopped (SIGSTOP) for
-    `most_stopped_s` counts as dead."""
+    `most_stopped_s`, or does not mark progress for `most_hung_s`, counts as dead."""
     if ranks == 1 and restarts == 0:
-        return main(RankPlace(), *args)
+        with raising_if_hung(most_hung_s, stacks_file, note):
+            return main(RankPlace(), *args)
     with tempfile.TemporaryDirectory(prefix="podium-") as meeting, InterruptHandler(stop_file) as interrupts:
         budget, restart = RestartBudget(restarts), None
         while True:
+            marks = RankMarks(ranks)
             entry = _RankEntry(
                 main=main, args=args, parent=os.getpid(), meeting=Path(meeting), restart=restart,
-                restarts_left=restarts if restart is None else restart.left,
+                restarts_left=restarts if restart is None else restart.left, marks=marks,
             )  # fmt: skip
-            outcome, processes = _Outcome(), RankProcesses(stacks_file, most_stopped_s)
+            outcome = _Outcome()
+            processes = RankProcesses(stacks_file, most_stopped_s, marks=marks, most_hung_s=most_hung_s)
             agent = threading.Thread(target=_run_agent, args=(outcome, entry, ranks), name="elastic-agent", daemon=True)
             agent.start()
             while agent.is_alive():
-                agent.join(timeout=_LOOK_S)
+                agent.join(timeout=LOOK_S)
                 processes.look(ends_others=lambda: budget.has_left(newest_step()))
             if interrupts.ended:
                 raise KeyboardInterrupt
             if processes.told:
                 note(processes.told)
-            if processes.stopped is not None and outcome.can_restart:
-                outcome.error = LaunchError(processes.stopped)
+            if processes.ended is not None and outcome.can_restart:
+                outcome.error = LaunchError(processes.ended)
             if not outcome.can_restart:
                 break
             cause = str(outcome.error).splitlines()[0]
@@ -106,78 +107,6 @@ def launch(
         raise outcome.error
     result: Result = outcome.values[0]
     return result
-
-
-class RankProcesses:
-    """The processes of one group of ranks. Torch's agent gives ranks half a minute to end when another one is gone:
-    one of them may wait for the dead one's part of a checkpoint. A run that restarts does not need that."""
-
-    def __init__(self, stacks_file: Path | None, most_stopped_s: float = math.inf) -> None:
-        """`most_stopped_s`: for how long a rank may be stopped before it is killed."""
-        self._stacks_file, self._most_stopped_s = stacks_file, most_stopped_s
-        self._stopped_s: dict[Any, float] = {}  # rank -> for how long
-        self.stopped: str | None = None  # which rank was killed because it was stopped, and what that means
-        self._others = set(multiprocessing.active_children())
-        self._ranks: set[Any] = set()
-        self._failed_s: float | None = None
-        self.told = ""  # where the others were when one failed
-
-    @property
-    def failed_s(self) -> float:
-        """When the first one was seen to have failed, on the monotonic clock; now if none was."""
-        return time.monotonic() if self._failed_s is None else self._failed_s
-
-    def look(self, *, ends_others: Callable[[], bool]) -> None:
-        """Looks which are there. `ends_others`: kills those that are left some seconds after one was killed."""
-        self._ranks |= set(multiprocessing.active_children()) - self._others
-        self._end_stopped()
-        if self._failed_s is None and any(rank.exitcode for rank in self._ranks):
-            self._failed_s = time.monotonic()
-            self._dump([rank.pid for rank in self._ranks if rank.exitcode is None])
-        was_killed = any((rank.exitcode or 0) < 0 for rank in self._ranks)
-        if was_killed and time.monotonic() - self.failed_s > _GRACE_S and ends_others():
-            for rank in self._ranks:
-                rank.kill()
-
-    def _end_stopped(self) -> None:
-        """Kills a rank that was stopped for too long. Counts looks instead of reading the clock: this process may have
-        been stopped together with the ranks, for instance by Ctrl-Z."""
-        living = [rank for rank in self._ranks if rank.exitcode is None]
-        for rank in living:
-            self._stopped_s[rank] = self._stopped_s.get(rank, 0.0) + _LOOK_S if _is_stopped(rank.pid) else 0.0
-        stopped = [rank for rank in living if self._stopped_s[rank] >= self._most_stopped_s]
-        if not stopped or self._failed_s is not None:
-            return
-        self._failed_s = time.monotonic()
-        names = sorted(f"{dumper_name(rank.pid) or 'a rank that starts'} (process {rank.pid})" for rank in stopped)
-        self.stopped = (
-            f"{', '.join(names)}: stopped (SIGSTOP), without a sign of life for {self._most_stopped_s:g} s. It counts "
-            "as dead; the others were ended."
-        )
-        self._dump([rank.pid for rank in living if not self._stopped_s[rank]])
-        for rank in stopped:
-            rank.kill()
-
-    def _dump(self, pids: Sequence[int]) -> None:
-        """Keeps the stacks of ranks that go on or hang while another one has failed."""
-        if self._stacks_file is None or not pids:
-            return
-        stacks = sorted((dumper_name(pid) or "a rank that starts", pid, dumped_stacks(pid)) for pid in pids)
-        places = {name: innermost(dump or "") for name, _, dump in stacks}
-        where = [
-            f"{name} did not answer" if place is None else f"{name} was at {place}" for name, place in places.items()
-        ]
-        texts = [f"{name} (process {pid})\n{dump or 'did not answer'}\n" for name, pid, dump in stacks]
-        title = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
-        with contextlib.suppress(OSError), self._stacks_file.open("a", encoding="utf-8") as file:  # a full disk
-            file.write("\n".join([f"=== {title} a rank failed, and the others were here:", *texts]) + "\n")
-        self.told = f"when one failed, {', '.join(where)}. Their stacks are in {self._stacks_file}"
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):  # it has ended, or there is no /proc
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
-    return False
 
 
 class _Outcome:
@@ -198,6 +127,7 @@ class _RankEntry:
     meeting: Path
     restart: Restart | None
     restarts_left: int
+    marks: RankMarks
 
     @property
     def attempt(self) -> int:
@@ -211,7 +141,8 @@ class _RankEntry:
             _place_from_environment(launched=True), attempt=self.attempt, restart=self.restart,
             restarts_left=self.restarts_left, meeting=FileMeeting(path=self.meeting / f"ranks-{self.attempt}"),
         )  # fmt: skip
-        return self.main(where, *self.args)
+        with self.marks.published(where.rank):
+            return self.main(where, *self.args)
 
 
 def _run_agent(outcome: _Outcome, entry: _RankEntry, ranks: int) -> None:

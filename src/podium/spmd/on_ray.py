@@ -28,6 +28,7 @@ from podium.cluster import (
     open_ray,
 )
 from podium.cluster.blocking import in_thread, run_to_end
+from podium.cluster.hangs import Hang
 from podium.cluster.member import Timeouts
 from podium.errors import LaunchError, PlacementError, PodiumError, ProgramRaisedError, RoleError, WorkerDiedError
 from podium.observe import Console
@@ -40,6 +41,7 @@ from podium.runs.folder import RunFolder
 from podium.runs.interrupts import InterruptHandler
 from podium.spmd.launch import RankPlace
 from podium.spmd.restart_budget import Restart, RestartBudget
+from podium.stack_dumps import append_stacks
 
 if TYPE_CHECKING:
     from podium.runs.result import RunResult
@@ -78,7 +80,7 @@ class SpmdRank:
         context = self._context
         mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
         placement = task.recipe.placement
-        mesh = with_axes(mesh, placement.mesh_sizes, timeout_s=placement.timeout_s)
+        mesh = with_axes(mesh, placement.mesh_sizes, timeout_s=placement.collective_s)
         where = RankPlace(
             rank=context.rank, world=context.world, attempt=0 if restart is None else restart.attempt, restart=restart,
             restarts_left=placement.restarts if restart is None else restart.left,
@@ -122,6 +124,7 @@ async def _drive(
     )
     async with open_ray(settings, tell=tell) as cluster:
         workers = await _started(task.recipe.placement, cluster, folder)
+        workers.report_hangs_to(lambda hang: _report_hang(hang, folder, console))
         for rank, worker in enumerate(workers.registry.workers_of("rank")):
             console.note(f"rank {rank}: {worker}")
         tail = _Tail(folder.console_file)  # from here on the ranks print there
@@ -135,9 +138,18 @@ async def _drive(
             log.write("".join(tracebacks))  # from here on nothing of the file is shown
 
 
+def _report_hang(hang: Hang, folder: RunFolder, console: Console) -> None:
+    names = ", ".join(map(str, hang.workers))
+    console.warning(f"{names}: {hang.cause}. The stacks of all ranks are in {folder.stacks_file}.")
+    append_stacks(folder.stacks_file, names, str(hang))
+
+
 async def _started(placement: SpmdPlacementSection, cluster: Cluster, folder: RunFolder) -> Workers:
     try:
-        timeouts = Timeouts(collective_s=placement.timeout_s, heartbeat_timeout_s=placement.heartbeat_timeout_s)
+        timeouts = Timeouts(
+            collective_s=placement.collective_s, heartbeat_timeout_s=placement.heartbeat_timeout_s,
+            hang_s=placement.timeout_s,
+        )  # fmt: skip
         gpus = await in_thread(cluster.total, "GPU")
         return await cluster.start(_layout(placement, gpus, folder), timeouts)
     except PlacementError as error:

@@ -37,6 +37,7 @@ from podium.models.device import choose_cpu_settings, matrix_peak
 from podium.models.folder import local_folder
 from podium.models.verify import random_batch, self_check
 from podium.observe import Console, Stopwatch, open_console, open_run_console
+from podium.progress import waiting_at_most
 from podium.recipe import RewardModelRecipe, SpmdRecipe
 from podium.runs.failing import all_failed_after
 from podium.runs.folder import RunFolder
@@ -62,6 +63,8 @@ from podium.spmd.step_snapshots import StepSnapshots
 
 SpmdProgram = Callable[[SpmdRun[Any]], None]
 
+# Most time until a rank advances first: it reads a model and may tune its kernels.
+_START_S = 600.0
 # Default for the most tokens of one forward.
 _DEFAULT_MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
 
@@ -109,14 +112,15 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
         memory = snapshot_folder(folder.path, task.launch_id)
         if memory is not None and (claim := claim_launch(memory)) is not None:
             stack.enter_context(claim)  # what a killed launch leaves on this node, the next run here removes
-        begin = _begin(task, folder, where, mesh, memory, console)
+        with waiting_at_most(_START_S):
+            begin = _begin(task, folder, where, mesh, memory, console)
         # At once: a restart must not take later checkpoints of an earlier life for its own.
         later: list[int] = []
         if mesh.is_main and task.resume_step is not None and where.attempt == 0 and not task.evaluates_only:
             later = set_aside_later(folder.checkpoints, task.resume_step)
         try:
             watch = Stopwatch()
-            with watch.span("start-up"):
+            with watch.span("start-up"), waiting_at_most(_START_S):
                 run = _build(
                     stack, task, folder, mesh, console, begin, where, memory,
                     lambda: stop is not None and stop.requested, watch,
@@ -127,7 +131,8 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
             raise
         report_restart(where, folder, console, 0 if begin is None else begin.step)
         try:
-            program = task.load_program(recipe.program)
+            with waiting_at_most(_START_S):
+                program = task.load_program(recipe.program)
             with named_program(recipe, folder, is_followed=where.is_followed):
                 program(run)
             run.require_finished()
@@ -293,7 +298,7 @@ def _loader(stack: ExitStack, recipe: SpmdRecipe, state: LoaderState | None, mes
     data = recipe.data
     exchange = None
     if mesh.world > 1:
-        exchange = stack.enter_context(RankExchange(mesh, timeout_s=recipe.placement.timeout_s))
+        exchange = stack.enter_context(RankExchange(mesh, timeout_s=recipe.placement.collective_s))
     policy, readers = SkipPolicy.of(data), Readers(rank=mesh.rank, world=mesh.world)
     sources = [
         open_source(section, f"data.train.{index}", keep_bad=policy.skips, readers=readers)

@@ -22,7 +22,20 @@ from kills_processes import Process, ProcessFamily, hit, names_victim
 from kills_reward import digits
 from kills_run import Numbers, Unbroken, is_complete, numbers_of
 from kills_task import FIXED_DATA, LAYOUTS, STEPS, Task, recipe, sft_recipe
-from kills_trials import CONTROL, RANK, VICTIMS, Attempt, Moment, Row, Trial, cells, recoveries_line, table, trials
+from kills_trials import (
+    CONTROL,
+    RANK,
+    VICTIMS,
+    Attempt,
+    Moment,
+    Row,
+    Trial,
+    cells,
+    recoveries_line,
+    table,
+    trials,
+    victims_table,
+)
 from podium.recipe import parse_recipe
 
 
@@ -282,7 +295,7 @@ def test_the_table_has_a_line_for_each_layout_and_victim() -> None:
             attempt(code=0, end_s=9.0, named=None, advised=None, raw=None, num_hits=2),
             victim="grader",
             layout="split",
-            recovered_s=(0.5, 1.0, 2.5),
+            recoveries=(("grader", 0.5), ("grader", 1.0), ("learner", 2.5)),
         ),
         row(attempt(code=None, end_s=90.0, left=("a", "b"), raw=True), RESUMED, victim="grader", layout="split"),
         row(RESUMED, victim=CONTROL),
@@ -300,13 +313,30 @@ def test_the_table_has_a_line_for_each_layout_and_victim() -> None:
 
 def test_times_of_recoveries_are_kept_with_a_row_and_summed_up() -> None:
     healed = attempt(code=0, end_s=30.0, named=None, advised=None, raw=None)
-    rows = [row(healed, victim=RANK, layout="sft", recovered_s=(6.0, 9.0)), row(healed, recovered_s=(4.0,)), row()]
+    of_ranks = row(healed, victim=RANK, layout="sft", recoveries=(("rank", 6.0), ("rank", 9.0)))
+    rows = [of_ranks, row(healed, recoveries=(("learner", 4.0),)), row()]
 
     assert [Row.read(each.line()) for each in rows] == rows
     assert recoveries_line(rows) == (
         "3 times a command went on by itself: 6.0 s after the death was noticed (median), 9.0 s (worst)"
     )
     assert recoveries_line(rows[2:]) == "no command went on by itself"
+
+
+def test_each_victim_has_times_of_its_own_kind_over_all_layouts() -> None:
+    healed = attempt(code=0, num_hits=2)
+    rows = [
+        row(healed, victim="grader", layout="split", recoveries=(("grader", 1.0), ("grader", 4.0), ("learner", 30.0))),
+        row(healed, victim="grader", recoveries=(("grader", 2.0),)),
+        row(healed, victim="runner", layout="environment"),
+        # It takes its workers with it.
+        row(attempt(code=0), victim="raylet", recoveries=(("controller", 12.0), ("learner", 3.0))),
+    ]
+    assert victims_table(rows)[2:] == [
+        "| grader | 2 | 4 | 3 | 2.0 | 4.0 | 5 |",
+        "| runner | 1 | 2 | 0 |  |  | 5 |",
+        "| raylet | 1 | 1 | 2 | 7.5 | 12.0 |  |",
+    ]
 
 
 def test_a_folder_with_runs_of_other_code_is_refused(tmp_path: Path) -> None:

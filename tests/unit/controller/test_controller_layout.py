@@ -9,8 +9,9 @@ import pytest
 
 from helpers.made_batches import on_policy_recipe
 from podium.cluster import Layout, MeshShape, RoleSpec
-from podium.controller.layout import HANG_SLACK_S, layout_of, longest_sequence, role_names
+from podium.controller.layout import layout_of, longest_sequence, role_names
 from podium.errors import CheckpointError
+from podium.progress import WATCH_SLACK_S
 from podium.recipe import Recipe
 from podium.runs.folder import RunFolder
 
@@ -212,7 +213,7 @@ def test_episode_runners_have_processes_of_their_own(here: Path) -> None:
     assert [(pool.name, pool.slots) for pool in layout.pools] == [("train", 1), ("runners", 2), ("graders", 1)]
     runner = role_of(layout, "runner")
     assert (runner.kind.__name__, runner.mesh) == ("EpisodeRunner", MeshShape(replica=2))
-    assert (runner.arguments[0].generator, runner.arguments[0].deadline_s) == ("generator", 50.0 + HANG_SLACK_S)
+    assert (runner.arguments[0].generator, runner.arguments[0].deadline_s) == ("generator", 50.0 + WATCH_SLACK_S)
 
 
 # --- lengths, and a run that goes on ---

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from podium.controller.recovery import Abort, Death, GiveUp, Part, RecoveryPlan, Respawn, Retry, Rewind
+from podium.controller.recovery import Abort, Death, GiveUp, Part, Rebuild, RecoveryPlan, Respawn, Retry, Rewind
 
 
 def death(part: Part, *slots: int, others_go_on: bool = False, failures: int = 0, hangs: int = 0) -> Death:
@@ -28,22 +28,27 @@ def test_the_work_of_a_grader_or_a_runner_is_tried_again(part: Part) -> None:
     assert RecoveryPlan(1).decide(death(part, 0, others_go_on=True)) == Retry()
 
 
-@pytest.mark.parametrize("part", ["learner", "generator", "runner", "grader", "controller"])
+@pytest.mark.parametrize("part", ["generator", "runner", "grader", "controller"])
 def test_else_the_run_goes_back_to_its_last_committed_step(part: Part) -> None:
     assert RecoveryPlan(1).decide(death(part)) == Rewind()
 
 
-def test_a_run_that_cannot_go_back_ends_where_it_would_have_to() -> None:
-    remedy = RecoveryPlan(3, goes_back=False).decide(death("learner"))
+@pytest.mark.parametrize("others_go_on", [True, False])
+def test_learners_are_built_again_because_they_hold_the_weights(others_go_on: bool) -> None:
+    assert RecoveryPlan(1).decide(death("learner", others_go_on=others_go_on)) == Rebuild()
 
-    assert remedy == Abort(reason="this run cannot go back to an earlier step")
+
+def test_a_run_that_cannot_go_back_ends_where_it_would_have_to() -> None:
+    for part in ("learner", "generator"):
+        remedy = RecoveryPlan(3, goes_back=False).decide(death(part))
+        assert remedy == Abort(reason="this run cannot go back to an earlier step")
     assert RecoveryPlan(3, goes_back=False).decide(death("grader", 0, others_go_on=True)) == Retry()
 
 
 def test_deaths_without_progress_end_the_run() -> None:
     plan = RecoveryPlan(2)
 
-    assert [plan.decide(death("learner")) for _ in range(2)] == [Rewind(), Rewind()]
+    assert [plan.decide(death("learner")) for _ in range(2)] == [Rebuild(), Rebuild()]
     last = plan.decide(death("learner"))
 
     assert isinstance(last, Abort)
@@ -98,14 +103,14 @@ def test_a_run_that_makes_progress_may_lose_workers_for_ever() -> None:
     plan = RecoveryPlan(1)
 
     for _ in range(50):
-        assert plan.decide(death("learner")) == Rewind()
+        assert plan.decide(death("learner")) == Rebuild()
         plan.note_progress()
 
 
 def test_parts_have_budgets_of_their_own() -> None:
     plan = RecoveryPlan(1)
 
-    assert plan.decide(death("learner")) == Rewind()
+    assert plan.decide(death("learner")) == Rebuild()
     assert plan.decide(death("generator")) == Rewind()
     assert isinstance(plan.decide(death("generator")), Abort)
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.made_batches import on_policy_recipe
 from helpers.trials import write_prompts
@@ -19,8 +22,19 @@ from podium.controller import rewinding
 from podium.controller.assembly import Inputs
 from podium.controller.layout import role_names
 from podium.controller.rewinding import milestones_of_killed, rewind
-from podium.engine import checkpoint_files
-from podium.engine.checkpoint_files import Extras, complete, fingerprint, newest_whole, saved_steps, write_json
+from podium.engine import checkpoint, checkpoint_files
+from podium.engine.checkpoint import CheckpointWriter
+from podium.engine.checkpoint_files import (
+    Extras,
+    SaveState,
+    complete,
+    fingerprint,
+    newest_whole,
+    saved_steps,
+    write_json,
+)
+from podium.engine.mesh import Mesh
+from podium.models.tensor_shards import Box, TensorShard
 from podium.runs.folder import RunFolder
 
 
@@ -42,6 +56,10 @@ class Role:
 
     def snapshots(self) -> tuple[int, ...]:
         return self._in_memory
+
+    def finish_saving(self) -> SaveState:
+        """It saves nothing."""
+        return "idle"
 
     def restore(self, step: int, source: str) -> Mapping[str, Any]:
         self.restored.append((step, source))
@@ -113,10 +131,10 @@ def inputs_of(tmp_path: Path, *overrides: str, begin: int | None = None) -> Inpu
     )  # fmt: skip
 
 
-def go_back(inputs: Inputs, workers: Workers, *, are_new: bool = False) -> Any:
+def go_back(inputs: Inputs, workers: Workers, *, are_new: bool = False, saving: int | None = None) -> Any:
     names: Any = role_names(inputs.recipe)
     fakes: Any = workers
-    return asyncio.run(rewind(inputs, names, fakes, committed=0, are_new=are_new))
+    return asyncio.run(rewind(inputs, names, fakes, committed=0, are_new=are_new, saving=saving))
 
 
 def test_no_tensor_file_is_read_where_a_snapshot_is_newer_than_all_checkpoints(
@@ -254,3 +272,95 @@ def test_damaged_tensors_are_not_looked_for_where_nobody_reads_them(tmp_path: Pa
     record = tmp_path / "step-00000006" / "checkpoint.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "step": 7}))
     assert newest_whole([tmp_path], reads_tensors=False) == 3
+
+
+class SavingRole(Role):
+    """A learner without snapshots that is writing a checkpoint with the real writer: it becomes whole when somebody
+    waits for it, or when `completes` is set."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *in_memory: int) -> None:
+        super().__init__(*in_memory)
+        self.completes, self._folder = threading.Event(), folder
+
+        def completed(*args: Any, **options: Any) -> None:
+            assert self.completes.wait(30)
+            complete(*args, **options)
+
+        monkeypatch.setattr(checkpoint, "complete", completed)
+        mesh = Mesh(rank=0, world=1, device=torch.device("cpu"), devices=None)
+        self.writer = CheckpointWriter(folder, mesh, keep=1, keep_best=False, background=True, timeout_s=20.0)
+
+    def begin(self, step: int) -> None:
+        """Begins to write a checkpoint."""
+        weight = torch.full((2,), float(step))
+        piece = TensorShard(name="weight", local=weight, box=Box.whole(weight.shape), shape=tuple(weight.shape))
+        self.writer.save(step, [piece], Extras(values={}, arrays={}))
+
+    def finish_saving(self) -> SaveState:
+        self.completes.set()
+        return self.writer.finish()
+
+
+def test_the_run_goes_back_to_the_checkpoint_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator dies, and the learner lives: it goes on writing, and then removes the checkpoint before."""
+    inputs = inputs_of(tmp_path)
+    policy = SavingRole(inputs.folder.checkpoints, monkeypatch)
+    save(inputs.folder.checkpoints, 3)
+    policy.begin(6)
+
+    assert go_back(inputs, Workers(policy), saving=6)[0] == 6
+
+    assert policy.restored == [(6, "checkpoint")]
+    assert [each.step for each in saved_steps(inputs.folder.checkpoints)] == [6]
+
+
+def test_the_last_whole_checkpoint_is_not_removed_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `checkpoint.keep: 1` the one that is read would be removed when the next one is whole, and the run would
+    begin again at step 0."""
+    inputs = inputs_of(tmp_path)
+    policy = SavingRole(inputs.folder.checkpoints, monkeypatch)
+    save(inputs.folder.checkpoints, 3)
+    policy.begin(6)
+
+    def read_slowly(path: Path) -> dict[str, int]:
+        if not policy.completes.is_set():
+            policy.finish_saving()
+        return fingerprint(path)
+
+    monkeypatch.setattr(checkpoint_files, "fingerprint", read_slowly)
+
+    assert go_back(inputs, Workers(policy), saving=6)[0] == 6
+
+    assert [each.step for each in saved_steps(inputs.folder.checkpoints)] == [6]
+
+
+def test_no_save_is_waited_for_where_the_snapshot_is_as_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = inputs_of(tmp_path)
+    policy = SavingRole(inputs.folder.checkpoints, monkeypatch, 5, 6)
+    policy.begin(6)
+
+    assert go_back(inputs, Workers(policy), saving=6)[0] == 6
+
+    assert policy.restored == [(6, "memory")]
+    assert not policy.completes.is_set()
+    policy.finish_saving()
+
+
+def test_a_save_that_the_disk_does_not_take_leaves_the_checkpoint_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = inputs_of(tmp_path)
+    policy = SavingRole(inputs.folder.checkpoints, monkeypatch)
+    save(inputs.folder.checkpoints, 3)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(checkpoint, "complete", lambda *args, **options: (_ for _ in ()).throw(full))
+    policy.begin(6)
+
+    assert go_back(inputs, Workers(policy), saving=6)[0] == 3
+
+    assert policy.restored == [(3, "checkpoint")]
+    assert [each.step for each in saved_steps(inputs.folder.checkpoints)] == [3]

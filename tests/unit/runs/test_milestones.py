@@ -156,7 +156,7 @@ def test_a_checkpoint_that_was_set_aside_is_saved_again() -> None:
         milestones.save_is_whole()
     milestones.evaluated_step = 9
 
-    milestones.rewound()
+    milestones.rewound([6, 9])
     milestones.goes_on_after(9)
     assert (milestones.saved_step, milestones.whole_step, milestones.evaluated_step) == (9, 9, 9)
     milestones.goes_on_after(8)
@@ -164,3 +164,18 @@ def test_a_checkpoint_that_was_set_aside_is_saved_again() -> None:
     assert milestones.saved_step not in (8, 9)  # a run that ends there saves
     assert milestones.starts_with_save(8)
     assert milestones.last_evaluation_is_due(9)
+
+
+@pytest.mark.parametrize(("saved", "saves_again"), [((3,), True), ((3, 6), False)])
+def test_a_save_that_was_in_flight_is_begun_again_unless_it_has_become_whole(
+    saved: tuple[int, ...], saves_again: bool
+) -> None:
+    milestones = Milestones(on_policy_recipe("checkpoint.every=3", "steps=9"), 3, evaluates=False)
+    milestones.saving(6)
+    assert milestones.saving_step == 6
+
+    milestones.rewound(saved)
+
+    assert milestones.saving_step is None
+    assert (milestones.saved_step, milestones.whole_step) == ((3, 3) if saves_again else (6, 6))
+    assert milestones.starts_with_save(6) == saves_again

@@ -102,6 +102,18 @@ def test_a_file_in_the_way_is_refused_and_left_alone(recipe: Recipe, tmp_path: P
     assert (tmp_path / "runs" / "sums").read_text() == "mine"
 
 
+def test_a_run_that_hangs_in_its_first_step_leaves_its_stacks_beside_its_name(recipe: Recipe, tmp_path: Path) -> None:
+    folder, error = RunFolder.create(recipe), RuntimeError("it hangs")
+    folder.stacks_file.write_text("in clean")
+
+    folder.end_failed(error)
+
+    assert not folder.path.exists()
+    stacks = folder.path.with_name("sums.stacks.txt")
+    assert stacks.read_text() == "in clean"
+    assert error.__notes__[-1] == f"its stacks.txt is now {stacks}"
+
+
 def test_a_place_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 

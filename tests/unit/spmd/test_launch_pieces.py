@@ -17,21 +17,21 @@ import pytest
 import torch
 import torch.multiprocessing
 
+from helpers.hanging_ranks import work
 from helpers.recipes import make_recipe
 from podium.engine.mesh import check_tensor_groups
 from podium.errors import CheckpointError, DataError, LaunchError
 from podium.recipe.policy_mesh import MeshSizes
 from podium.spmd.launch import (
     RankPlace,
-    RankProcesses,
     StopRequest,
     _ByValue,
     _first_failure,
-    _is_stopped,
     launch,
     place_under_torchrun,
 )
 from podium.spmd.rank import RankTask, run_rank
+from podium.spmd.rank_processes import RankMarks, RankProcesses, Stalls, is_stopped, place_of
 
 ONE_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE")
 
@@ -222,9 +222,9 @@ def test_a_rank_that_is_stopped_is_killed_and_named(tmp_path: Path) -> None:
     _look_until_all_ended(processes, ranks)
 
     assert [rank.exitcode for rank in ranks] == [-signal.SIGKILL] * 2
-    assert processes.stopped is not None
-    assert f"(process {ranks[1].pid}): stopped (SIGSTOP), without a sign of life for 1 s" in processes.stopped
-    assert f"process {ranks[0].pid}" not in processes.stopped
+    assert processes.ended is not None
+    assert f"(process {ranks[1].pid}): stopped (SIGSTOP), without a sign of life for 1 s" in processes.ended
+    assert f"process {ranks[0].pid}" not in processes.ended
     assert f"process {ranks[0].pid}" in (tmp_path / "stacks.txt").read_text()
 
 
@@ -239,11 +239,102 @@ def test_a_rank_that_goes_on_in_time_is_left_alone(tmp_path: Path) -> None:
         for _ in range(4):
             processes.look(ends_others=lambda: True)
         os.kill(rank.pid, signal.SIGCONT)
-        while _is_stopped(rank.pid):
+        while is_stopped(rank.pid):
             time.sleep(0.01)
         processes.look(ends_others=lambda: True)
 
     assert rank.exitcode is None
-    assert processes.stopped is None
+    assert processes.ended is None
     rank.kill()
     rank.join()
+
+
+def test_a_mark_that_does_not_change_is_counted_in_looks() -> None:
+    stalls, now_s = Stalls(), time.monotonic()
+    assert stalls.look("rank", None) == 0.0  # it has not begun
+    assert stalls.look("rank", now_s - 9.0) == 0.0
+    assert stalls.look("rank", now_s - 9.0) == pytest.approx(0.2)  # whatever the clock says: it may have been stopped
+    assert stalls.look("rank", now_s - 9.0) == pytest.approx(0.4)
+    assert stalls.look("rank", now_s - 1.0) == 0.0
+    assert stalls.look("rank", now_s + 60.0) == 0.0
+    assert stalls.look("rank", now_s + 60.0) == 0.0  # it waits with a deadline
+
+
+def test_the_rank_that_hangs_is_killed_and_named_and_not_one_that_advances(tmp_path: Path) -> None:
+    marks = RankMarks(2)
+    processes = RankProcesses(tmp_path / "stacks.txt", marks=marks, most_hung_s=1.0)  # five looks
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=work, args=(marks, rank, tmp_path), daemon=True) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    deadline = time.monotonic() + 60.0
+    while not all((tmp_path / f"advances-{rank}").exists() for rank in range(2)):
+        processes.look(ends_others=lambda: False)
+        time.sleep(0.02)
+        assert time.monotonic() < deadline
+    assert processes.ended is None
+
+    (tmp_path / "hang-1").touch()
+    while ranks[1].exitcode is None:
+        processes.look(ends_others=lambda: False)
+        time.sleep(0.1)
+        assert time.monotonic() < deadline
+
+    assert ranks[1].exitcode == -signal.SIGKILL
+    assert ranks[0].exitcode is None
+    assert processes.ended is not None
+    assert processes.ended.startswith(f"rank 1 (process {ranks[1].pid}) hangs at File ")
+    assert "in loops_for_ever: no progress for 1 s (placement.timeout_s)" in processes.ended
+    stacks = (tmp_path / "stacks.txt").read_text()
+    assert "rank 0 (process" in stacks
+    assert "in loops_for_ever" in stacks
+    ranks[0].kill()
+    ranks[0].join()
+
+
+def test_a_rank_that_waits_in_a_collective_is_left_alone_while_another_one_advances(tmp_path: Path) -> None:
+    marks = RankMarks(2)
+    processes = RankProcesses(tmp_path / "stacks.txt", marks=marks, most_hung_s=1.0)
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=work, args=(marks, rank, tmp_path), daemon=True) for rank in range(2)]
+    (tmp_path / "hang-0").write_text("collective")
+    for rank in ranks:
+        rank.start()
+    deadline = time.monotonic() + 90.0
+    while not all((tmp_path / f"advances-{rank}").exists() for rank in range(2)):
+        time.sleep(0.02)
+        assert time.monotonic() < deadline
+    for _ in range(20):  # four times the limit
+        processes.look(ends_others=lambda: False)
+        time.sleep(0.1)
+    assert processes.ended is None
+
+    (tmp_path / "hang-1").touch()
+    while processes.ended is None:
+        processes.look(ends_others=lambda: False)
+        time.sleep(0.1)
+        assert time.monotonic() < deadline
+
+    assert processes.ended.startswith(f"rank 1 (process {ranks[1].pid}) hangs at ")
+    assert "rank 0" not in processes.ended
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+
+
+DUMP = """Thread 0x02 (most recent call first):
+  File "/home/user/maps.py", line 3 in clean
+  File "/lib/podium/data/examples.py", line 60 in make
+  File "/lib/podium/data/loader.py", line 141 in _produce
+
+Thread 0x01 (most recent call first):
+  File "/lib/python3.11/queue.py", line 180 in get
+  File "/lib/podium/data/loader.py", line 111 in __next__
+  File "/lib/podium/spmd/run.py", line 240 in _next_step
+"""
+
+
+def test_a_rank_that_waits_for_data_is_where_its_loader_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": "/lib/python3.11"})
+    assert place_of(DUMP) == 'File "/home/user/maps.py", line 3 in clean'
+    assert place_of(DUMP.replace("loader.py", "other.py")) == 'File "/lib/podium/data/other.py", line 111 in __next__'
