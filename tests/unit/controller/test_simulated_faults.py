@@ -82,7 +82,7 @@ def test_what_random_faults_have_found(calm_runs: CalmRuns, case: str) -> None:
 @pytest.mark.parametrize("seed", [27, 33, 40])
 def test_nodes_with_several_generators_die_under_the_default_of_restarts(calm_runs: CalmRuns, seed: int) -> None:
     """With deaths of all generators counted together, the first two ended."""
-    schedule = Schedule(calm_runs, seed)
+    schedule = Schedule(calm_runs, seed, "grpo")
     assert (schedule.case.slots_per_node, schedule.case.restarts) in [(2, RESTARTS), (4, RESTARTS)]
     schedule.check()
 
