@@ -99,9 +99,10 @@ def run_with(
     whose workers die three times before it begins does not begin."""
     folder = folder or RunFolder.create(recipe)
     resume_step: int | None = None
+    program = load_program(recipe.program)
     while True:
         run = simulate_run(
-            load_program(recipe.program), recipe, folder, FAULT_COSTS, seed=seed, resume_step=resume_step, faults=faults,
+            program, recipe, folder, FAULT_COSTS, seed=seed, resume_step=resume_step, faults=faults,
             slots_per_node=slots_per_node, limit_s=LIMIT_S,
         )  # fmt: skip
         if run.result.step == recipe.steps:
@@ -127,6 +128,11 @@ def methods_of(layout: str) -> list[str]:
     """Methods that a layout can have: a reward model would grade on devices that elastic lends."""
     scored = ("reward model", "turns, ppo")
     return [name for name in METHODS if layout != "elastic" or name not in scored]
+
+
+def layout_of_seed(seed: int) -> str:
+    """The layout of a seed's schedule: its first choice."""
+    return Random(seed).choice(sorted(LAYOUTS))
 
 
 class CalmRuns:
@@ -173,8 +179,8 @@ class Schedule:
     """A random case and random faults from a seed. `name`: of the method; default: from the seed too."""
 
     def __init__(self, calm: CalmRuns, seed: int, name: str | None = None) -> None:
-        rng = Random(seed)
-        layout = rng.choice(sorted(LAYOUTS))
+        rng, layout = Random(seed), layout_of_seed(seed)
+        rng.choice(sorted(LAYOUTS))  # the layout
         staleness = 0 if layout == "colocated" else rng.choice([0, 0, 1, 2, 3, 4])
         case = Case(layout=layout, staleness=staleness, variant=rng.randrange(12))
         if rng.random() < 0.4:  # as a user has it: nodes with several generators, and the default of restarts

@@ -78,8 +78,9 @@ class SimulatedRunner(EpisodeRunner):
                         continue
                     over = [each for each in running if each.done()]
                     running.difference_update(over)
-                    for each in over:
-                        each.result()  # raises an error of the policy
+                    errors = [error for each in over if (error := each.exception()) is not None]
+                    if errors:  # of the policy
+                        raise errors[0]
                     if self._is_finished and not running and not self._waiting:
                         break
                     if not over:
@@ -89,6 +90,7 @@ class SimulatedRunner(EpisodeRunner):
         finally:
             for each in running:
                 each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
             self._states.end_stream()
             self._open_stream()
 

@@ -49,14 +49,16 @@ def digest_of(rows: RowRefs[TokenColumn] | RowRefs[ValueColumns] | None) -> str 
 
 def kl_distance(block: TrajectoryBlock, scored: TokenColumn, estimator: KlEstimator) -> NDArray[np.float64]:
     """`algorithms.kl.kl_estimate` in NumPy: of the sampling policy from the scoring model, at each token."""
-    difference_T = block.behavior_logprobs_T.astype(np.float64) - scored.values_T
+    difference_T: NDArray[np.float64] = block.behavior_logprobs_T.astype(np.float64) - scored.values_T
+    quadratic_T: NDArray[np.float64] = difference_T**2 / 2
+    unbiased_T: NDArray[np.float64] = np.expm1(-difference_T) + difference_T
     match estimator:
         case "k1":
             return difference_T
         case "k2":
-            return difference_T**2 / 2
+            return quadratic_T
         case "k3" | "k3_straight":
-            return np.expm1(-difference_T) + difference_T
+            return unbiased_T
         case other:
             assert_never(other)
 
