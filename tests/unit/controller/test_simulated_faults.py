@@ -80,6 +80,10 @@ FOUND: dict[str, tuple[Case, list[SimulatedFault]]] = {
         Case(layout="elastic", staleness=1, variant=10, method="turns, environment's rewards"),
         [SimulatedLoss(at_s=14.860732, pool="rollout", slot=0)],
     ),
+    "a run that went back asks a generator for episodes whose answers nobody has fetched": (
+        Case(layout="split", staleness=3, variant=8, method="turns"),
+        [SimulatedDeath(at_s=9.450504, pool="train", slot=0)],
+    ),
     "a generator that joins is slow to be built": (
         Case(layout="split", staleness=4, variant=7),
         [

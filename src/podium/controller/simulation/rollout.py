@@ -253,7 +253,8 @@ class SimulatedGenerator(Generator):
 
     def begin_serving(self) -> None:
         """Takes requests from now on."""
-        self._requests.is_open, self._is_finished = True, False
+        self._requests.open()
+        self._is_finished = False
 
     def stop_serving(self, give_back: bool = False) -> None:
         """Ends `serve` when all requests are answered, or given back."""
