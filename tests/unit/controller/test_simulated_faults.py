@@ -80,6 +80,13 @@ FOUND: dict[str, tuple[Case, list[SimulatedFault]]] = {
         Case(layout="elastic", staleness=1, variant=10, method="turns, environment's rewards"),
         [SimulatedLoss(at_s=14.860732, pool="rollout", slot=0)],
     ),
+    "a learner dies beside a generator whose runner is dead": (
+        Case(layout="colocated", staleness=0, variant=3, method="turns, ppo"),
+        [
+            SimulatedLoss(at_s=16.878363, pool="runners", slot=0),
+            SimulatedDeath(at_s=18.101658, pool="train", slot=1),
+        ],
+    ),
     "a run that went back asks a generator for episodes whose answers nobody has fetched": (
         Case(layout="split", staleness=3, variant=8, method="turns"),
         [SimulatedDeath(at_s=9.450504, pool="train", slot=0)],
