@@ -4,8 +4,9 @@
     make chaos                                        five minutes, from a seed that differs each time
     PYTHONPATH=tests python tests/chaos.py --seconds 3600 --seed 100000
 
-Each seed has a layout, a staleness, settings and up to six faults: deaths, silence, late and lost replies and slow
-phases of learners, generators and graders, generators that leave (SIGTERM), nodes that join, die or are drained, and
+Each seed has a method, a layout, a staleness, settings and up to six faults: deaths, silence, late and lost replies and
+slow phases of learners (with critics, references, teachers and reward models), generators, graders and episode runners,
+generators that leave (SIGTERM), nodes that join, die or are drained, and
 requests to stop, after which the run is resumed. They come at any time: in saves, evaluations and recoveries too. The
 run must come to its end in virtual time, train every group once, keep the invariants of the schedule and the bound of
 staleness and, at staleness 0, end with the weights of the run without faults. The first seed that does not is shown
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 
 from helpers.simulated_faults import CalmRuns, Schedule
+from helpers.simulated_runs import METHODS
 from podium.controller.simulation.faults import shortest
 
 # Of real time: a simulated run takes less than a second, and one that computes forever never reaches a virtual limit.
@@ -39,6 +41,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, help="the first one; default: from the clock")
     parser.add_argument("--runs", type=int, help="at most so many")
+    parser.add_argument("--method", choices=METHODS, help="default: one for each seed")
     parser.add_argument("--keep-going", action="store_true", help="show all seeds that fail, not only the first")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)  # every fault is one
@@ -52,10 +55,10 @@ def _run(calm: CalmRuns, arguments: argparse.Namespace) -> int:
     """Runs schedules one after the other and reports them. Returns how many failed."""
     first: int = arguments.seed if arguments.seed is not None else time.time_ns() % 10**9
     seed, began_s, failed = first, time.monotonic(), list[int]()
-    cases, kinds = Counter[str](), Counter[str]()
+    cases, methods, kinds = Counter[str](), Counter[str](), Counter[str]()
     while time.monotonic() - began_s < arguments.seconds and seed - first != arguments.runs:
         signal.alarm(_LONGEST_S)
-        schedule = Schedule(calm, seed)
+        schedule = Schedule(calm, seed, arguments.method)
         try:
             schedule.check()
         except Exception:
@@ -65,6 +68,7 @@ def _run(calm: CalmRuns, arguments: argparse.Namespace) -> int:
                 break
         case = schedule.case
         cases[f"{case.layout}, staleness {case.staleness}"] += 1
+        methods[case.method] += 1
         kinds.update(type(fault).__name__ for fault in schedule.faults)
         seed += 1
         if (seed - first) % 100 == 0:
@@ -73,7 +77,7 @@ def _run(calm: CalmRuns, arguments: argparse.Namespace) -> int:
             print(f"{seed - first} schedules, {len(failed)} failed, {seconds:.0f} s", flush=True)
     signal.alarm(0)
     print(f"{seed - first} schedules (seeds {first} to {seed - 1}) in {time.monotonic() - began_s:.0f} s")
-    for name, count in [*sorted(cases.items()), *sorted(kinds.items())]:
+    for name, count in [*sorted(cases.items()), *sorted(methods.items()), *sorted(kinds.items())]:
         print(f"  {name}: {count}")
     print(f"failed: {', '.join(map(str, failed)) or 'none'}")
     return len(failed)

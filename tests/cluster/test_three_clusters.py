@@ -264,6 +264,28 @@ def test_workers_call_each_other_over_a_channel(kind: Kind) -> None:
     run(kind, body, layout)
 
 
+def test_a_channel_is_opened_again_beside_a_caller_that_is_dead(kind: Kind) -> None:
+    """The caller's successor gets the handles when it starts."""
+    layout = Layout(
+        pools=(Pool(name="gen", slots=1, collectives=False), Pool(name="other", slots=1, collectives=False)),
+        roles=(
+            RoleSpec(name="waiter", kind=Waiter, pool="gen", mesh=MeshShape(replica=1)),
+            RoleSpec(name="answerer", kind=Answerer, pool="other", mesh=MeshShape(replica=1)),
+        ),
+    )
+
+    async def body(workers: Workers) -> None:
+        await workers.open_channel("answerer", to="waiter")
+        waiters, answerers = workers.role("waiter", Waiter), workers.role("answerer", Answerer)
+        for group in (waiters, answerers):
+            await workers.end_worker(group.workers[0])
+        await workers.recover("other")
+        await workers.recover("gen")
+        assert (await waiters.call_one(0, Waiter.ask, 0)).value == 20
+
+    run(kind, body, layout)
+
+
 # Of the simulated one alone
 
 

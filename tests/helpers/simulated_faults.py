@@ -12,12 +12,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from helpers.simulated_runs import COSTS, groups_by_step, simulated_recipe
+from helpers.simulated_runs import METHOD_COSTS, METHODS, groups_by_step, method, recipe_of, updates_behind
 from podium.controller.simulation.controlled import SimulatedRun, simulate_run
 from podium.controller.simulation.faults import SimulatedFault, random_faults
 from podium.observe import read_metrics
-from podium.programs.grpo import grpo
-from podium.recipe import GrpoRecipe
+from podium.programs.controlled import load_program
+from podium.recipe import OnPolicyRecipe
 from podium.runs.folder import RunFolder
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -28,7 +28,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 PROMPTS, SAMPLES = 2, 2
 # Saves, starts of workers and gradings take time, so that faults meet them; a third of the groups are uniform.
 FAULT_COSTS = replace(
-    COSTS, grading_s=replace(COSTS.answer_tokens, median=0.5, cap=5.0), save_s=1.0, start_s=1.5, uniform_share=0.3
+    METHOD_COSTS,
+    grading_s=replace(METHOD_COSTS.answer_tokens, median=0.5, cap=5.0),
+    save_s=1.0,
+    start_s=1.5,
+    uniform_share=0.3,
 )
 MOST_FAULTS = 6
 # Of the virtual clock: a hang. Faults make a run of a minute longer by some minutes at most.
@@ -47,19 +51,20 @@ class Case:
     variant: int = 0
     slots_per_node: int = 1  # generators of a node; there are two nodes
     restarts: int = UNLIMITED
+    method: str = "grpo"  # of METHODS
 
-    def recipe(self, folder: Path, **placement: Any) -> GrpoRecipe:
+    def recipe(self, folder: Path, **placement: Any) -> OnPolicyRecipe:
         """Some small steps; workers may die often. Variants evaluate and save every two steps, leave out uniform
         groups, let generators join, and differ in what new weights mean for running sequences."""
-        changes: dict[str, Any] = {}
+        changes = method(self.method, folder)
         if self.variant % 2:
-            changes = {
+            changes |= {
                 "evaluation": {"every": 2, "generation": {"prompts": 2}},
                 "checkpoint": {"every": 2},
                 "data": {"heldout": [{"path": str(folder / "train.jsonl")}]},
             }
-        if self.variant % 3 == 1:
-            changes["algorithm"] = {"dynamic_sampling": True}
+        if self.variant % 3 == 1 and changes.get("program", "grpo") == "grpo":
+            changes["algorithm"] = {**changes.get("algorithm", {}), "dynamic_sampling": True}
         joins = {}
         if self.layout != "colocated":
             num_apart = 2 * self.slots_per_node
@@ -68,7 +73,7 @@ class Case:
                 joins["max_rollout_devices"] = 2 * num_apart
         choices = ("recompute", "keep") if self.layout == "elastic" else ("recompute", "keep", "finish")
         in_flight = choices[self.variant // 2 % len(choices)]
-        return simulated_recipe(
+        return recipe_of(
             folder, steps=max(3, self.staleness + 1), grading={"workers": 2}, **changes,
             placement={
                 **LAYOUTS[self.layout], **joins, "restarts": self.restarts, "heartbeat_timeout_s": 12.0, **placement,
@@ -80,13 +85,13 @@ class Case:
         )  # fmt: skip
 
 
-def fault_recipe(folder: Path, layout: str, staleness: int, **placement: Any) -> GrpoRecipe:
+def fault_recipe(folder: Path, layout: str, staleness: int, **placement: Any) -> OnPolicyRecipe:
     """The recipe of a case."""
     return Case(layout=layout, staleness=staleness).recipe(folder, **placement)
 
 
 def run_with(
-    recipe: GrpoRecipe, faults: Sequence[SimulatedFault] = (), *, seed: int = 0, folder: RunFolder | None = None,
+    recipe: OnPolicyRecipe, faults: Sequence[SimulatedFault] = (), *, seed: int = 0, folder: RunFolder | None = None,
     slots_per_node: int = 1,
 ) -> SimulatedRun:  # fmt: skip
     """The run of the recipe with these faults, in this folder (default: a new one). A run that was stopped is resumed
@@ -94,9 +99,10 @@ def run_with(
     whose workers die three times before it begins does not begin."""
     folder = folder or RunFolder.create(recipe)
     resume_step: int | None = None
+    program = load_program(recipe.program)
     while True:
         run = simulate_run(
-            grpo, recipe, folder, FAULT_COSTS, seed=seed, resume_step=resume_step, faults=faults,
+            program, recipe, folder, FAULT_COSTS, seed=seed, resume_step=resume_step, faults=faults,
             slots_per_node=slots_per_node, limit_s=LIMIT_S,
         )  # fmt: skip
         if run.result.step == recipe.steps:
@@ -106,7 +112,7 @@ def run_with(
         faults = [replace(each, at_s=each.at_s - run.ended_s) for each in faults if each.at_s > began_s]
 
 
-def check_groups(run: SimulatedRun, recipe: GrpoRecipe) -> None:
+def check_groups(run: SimulatedRun, recipe: OnPolicyRecipe) -> None:
     """All steps were committed once, every group is in one of them, and none was older than allowed."""
     steps = groups_by_step(run.result.folder)
     every = list(range(1, recipe.steps + 1))
@@ -115,9 +121,18 @@ def check_groups(run: SimulatedRun, recipe: GrpoRecipe) -> None:
     assert all(len(groups) == PROMPTS for groups in steps.values())
     times = Counter(prompt for groups in steps.values() for prompt, _, _ in groups)
     assert set(times.values()) == {1}
-    for groups in steps.values():
-        for prompt, oldest, trained_from in groups:
-            assert trained_from - oldest <= recipe.rollout.staleness, prompt
+    assert max(updates_behind(steps)) <= recipe.rollout.staleness
+
+
+def methods_of(layout: str) -> list[str]:
+    """Methods that a layout can have: a reward model would grade on devices that elastic lends."""
+    scored = ("reward model", "turns, ppo")
+    return [name for name in METHODS if layout != "elastic" or name not in scored]
+
+
+def layout_of_seed(seed: int) -> str:
+    """The layout of a seed's schedule: its first choice."""
+    return Random(seed).choice(sorted(LAYOUTS))
 
 
 class CalmRuns:
@@ -125,9 +140,9 @@ class CalmRuns:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._numbers = folder, itertools.count()
-        self._runs: dict[Case, tuple[GrpoRecipe, Path, SimulatedRun]] = {}
+        self._runs: dict[Case, tuple[OnPolicyRecipe, Path, SimulatedRun]] = {}
 
-    def of(self, case: Case) -> tuple[GrpoRecipe, SimulatedRun]:
+    def of(self, case: Case) -> tuple[OnPolicyRecipe, SimulatedRun]:
         """The recipe of a case, and its run without faults."""
         recipe, _, run = self._made(case)
         return recipe, run
@@ -148,7 +163,7 @@ class CalmRuns:
             shutil.rmtree(folder, ignore_errors=True)
         return run
 
-    def _made(self, case: Case) -> tuple[GrpoRecipe, Path, SimulatedRun]:
+    def _made(self, case: Case) -> tuple[OnPolicyRecipe, Path, SimulatedRun]:
         if case not in self._runs:
             place = self._folder / f"calm-{len(self._runs)}"
             recipe = case.recipe(place)
@@ -161,15 +176,17 @@ class CalmRuns:
 
 
 class Schedule:
-    """A random case and random faults from a seed."""
+    """A random case and random faults from a seed. `name`: of the method; default: from the seed too."""
 
-    def __init__(self, calm: CalmRuns, seed: int) -> None:
-        rng = Random(seed)
-        layout = rng.choice(sorted(LAYOUTS))
+    def __init__(self, calm: CalmRuns, seed: int, name: str | None = None) -> None:
+        rng, layout = Random(seed), layout_of_seed(seed)
+        rng.choice(sorted(LAYOUTS))  # the layout
         staleness = 0 if layout == "colocated" else rng.choice([0, 0, 1, 2, 3, 4])
         case = Case(layout=layout, staleness=staleness, variant=rng.randrange(12))
         if rng.random() < 0.4:  # as a user has it: nodes with several generators, and the default of restarts
             case = replace(case, slots_per_node=1 if layout == "colocated" else rng.choice((2, 4)), restarts=RESTARTS)
+        # Apart from the other choices, which a seed has had since there was one method only.
+        case = replace(case, method=name or Random(f"method {seed}").choice(methods_of(layout)))
         self._calm, self.case = calm, case
         recipe, run = calm.of(self.case)
         self.faults = random_faults(

@@ -99,6 +99,7 @@ TORCH_FREE = (
     "roles.interfaces",
     "roles.lost_workers",
     "roles.mini_batches",
+    "roles.placed_rewards",
     "roles.runner_handle",
     "roles.stages",
     "roles.state_handle",

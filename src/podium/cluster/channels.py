@@ -98,6 +98,9 @@ class Channels:
         registry = self._registry()
         for role, to in list(self._known):
             if pool == registry.mesh(role).pool:
-                await self.open_channel(role, to, deadline)
+                dead = self._worker_pools[registry.mesh(to).pool].dead
+                callers = [worker for worker in registry.workers_of(to) if worker.index not in dead]
+                if callers:  # the others get the handles when they are replaced
+                    await self.open_channel(role, to, deadline, only=callers)
             elif pool == registry.mesh(to).pool:
                 await self.open_channel(role, to, deadline, only=new)

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Generator, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Generator, Iterable, Iterator
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
@@ -138,14 +138,15 @@ class RoleHost:
             failure = _failure(error)
         yield self._reply(None, failure), None
 
-    async def stream_async(self, call: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Reply, Any]]:
+    async def stream_async(self, call: Invoke, *arguments: Any, **named: Any) -> AsyncGenerator[tuple[Reply, Any]]:
         """`stream` in the running event loop."""
         failure: Failure | None = None
         try:
             with self._recorder.span(_title(call)):
-                async for computed in _items_in_loop(self._invoke(call, arguments, named)):
-                    head, rows = self._head(call, computed)
-                    yield self._reply(head, None, last=False), rows
+                async with aclosing(_items_in_loop(self._invoke(call, arguments, named))) as blocks:
+                    async for computed in blocks:
+                        head, rows = self._head(call, computed)
+                        yield self._reply(head, None, last=False), rows
         except (SystemExit, GeneratorExit, asyncio.CancelledError):
             raise
         except BaseException as error:
@@ -389,8 +390,12 @@ def _items(blocks: Iterable[Any] | AsyncIterator[Any]) -> Iterator[Any]:
                 return
 
 
-async def _items_in_loop(blocks: Iterable[Any] | AsyncIterator[Any]) -> AsyncIterator[Any]:
-    if isinstance(blocks, AsyncIterator):
+async def _items_in_loop(blocks: Iterable[Any] | AsyncIterator[Any]) -> AsyncGenerator[Any]:
+    if isinstance(blocks, AsyncGenerator):
+        async with aclosing(blocks):  # what it has started ends with its worker
+            async for each in blocks:
+                yield each
+    elif isinstance(blocks, AsyncIterator):
         async for each in blocks:
             yield each
     else:

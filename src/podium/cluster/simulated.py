@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar, assert_never
 
 from podium.cluster.host import RoleHost
@@ -202,8 +203,9 @@ class SimulatedProcess:
         async def run() -> None:
             async with self._working:
                 await self._awake.wait()
-                async for reply, rows in self._host.stream_async(call, *_resolved(arguments), **named):
-                    arrivals.put_nowait((reply, rows, self._loop.time() + await self._leave()))
+                async with aclosing(self._host.stream_async(call, *_resolved(arguments), **named)) as replies:
+                    async for reply, rows in replies:
+                        arrivals.put_nowait((reply, rows, self._loop.time() + await self._leave()))
 
         running = self._started(run)
         arriving: asyncio.Future[tuple[Reply, Any, float]] | None = None

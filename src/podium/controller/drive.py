@@ -265,13 +265,18 @@ async def _started(
         workers = await begin(layout, timeouts, deadline_s=max(600.0, placement.timeout_s))
     except PlacementError as error:
         raise no_place(placement.devices, "devices", placement.mesh_sizes, error) from error
+    await open_channels(recipe, names, workers)
+    if placement.layout != "colocated":
+        await workers.connect(LINK, [POLICY, GENERATOR])
+    return workers
+
+
+async def open_channels(recipe: OnPolicyRecipe, names: RoleNames, workers: Workers) -> None:
+    """Lets episode runners ask generators."""
     if recipe.environment is not None:
         await workers.open_channel(GENERATOR, to=RUNNER)
         if names.lent is not None:
             await workers.open_channel(names.lent, to=RUNNER)
-    if placement.layout != "colocated":
-        await workers.connect(LINK, [POLICY, GENERATOR])
-    return workers
 
 
 def cause_of(error: RoleError) -> PodiumError:

@@ -43,6 +43,7 @@ from podium.roles.interfaces import (
     micro_batch_tokens,
 )
 from podium.roles.learner import mesh_on
+from podium.roles.placed_rewards import trained_mask
 from podium.roles.role_state import RoleState
 from podium.roles.scorer import HeldTensors
 from podium.roles.stages import CriticReport
@@ -108,8 +109,7 @@ class CriticRank(Critic):
         block = shard.rows.read() if len(shard.rows) else empty_block()
         with self._context.span("values"):
             values_T = values(self._model, self._mesh, block, max_tokens=self._max_tokens).values_T
-        trained_T = block.loss_mask_T.copy()
-        trained_T[block.offsets[:-1][block.lengths_N > 0]] = False
+        trained_T = trained_mask(block)
         reference = shard.reference
         reference_T = reference.read().values_T if reference is not None and len(reference) else None
         rewards_T = token_rewards(
@@ -138,8 +138,7 @@ class CriticRank(Critic):
         self._steps_before = self._engine.num_optimizer_steps
         block = shard.rows.read() if len(shard.rows) else empty_block()
         columns = shard.columns.read() if len(shard.columns) else None
-        trained_T = block.loss_mask_T.copy()
-        trained_T[block.offsets[:-1][block.lengths_N > 0]] = False
+        trained_T = trained_mask(block)
         clip = self._value_clip
         mine = torch.zeros(len(shard.batches), dtype=torch.int64)
         before_T = np.concatenate([[0], np.cumsum(trained_T)])

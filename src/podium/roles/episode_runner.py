@@ -368,10 +368,7 @@ class EnginePolicy:
                 done = await channel.call(
                     rank, self._deadline_s, Generator.exchange, self._name, tuple(requests), _WAIT_S
                 )
-                for completion in done:
-                    if completion.id in under_way:  # else of a stream before
-                        under_way.discard(completion.id)
-                        self._settle(completion, was_lent=engine >= self._num_own)
+                self._note(done, engine, under_way)
                 unwanted = tuple(id for id, at in self._unwanted.items() if at == engine and id in under_way)
                 if unwanted:  # after they were sent
                     self._unwanted |= dict.fromkeys(unwanted, _TOLD)
@@ -379,10 +376,21 @@ class EnginePolicy:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            self._broken = error
-            for waiting in self._waiting.values():
-                if not waiting.done():
-                    waiting.set_exception(error)
+            self._fail(error)
+
+    def _note(self, done: Sequence[Completion], engine: int, under_way: set[TrajectoryId]) -> None:
+        """Passes on a generator's answers to requests that are under way."""
+        for completion in done:
+            if completion.id in under_way:  # else of a stream before
+                under_way.discard(completion.id)
+                self._settle(completion, was_lent=engine >= self._num_own)
+
+    def _fail(self, error: BaseException) -> None:
+        """All that wait for an answer fail, and all that ask later."""
+        self._broken = error
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(error)
 
     def _request(self, request: TurnRequest) -> Request:
         sampling = self.sampling(request.max_new_tokens, greedy=request.greedy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,10 +20,16 @@ from podium.roles.carriers import PromptShard, SamplingPlan
 from podium.roles.interfaces import EpisodeSource
 
 Block = ShardResult[TrajectoryBlock]
+CauseOf = Callable[[Exception], Awaitable[Exception]]
+"""What the iteration raises if a worker's stream fails with this error."""
 
 _AHEAD = 4
 # How long workers may take to give up their episodes when a stream is abandoned.
 _ABANDON_S = 60.0
+
+
+async def _itself(error: Exception) -> Exception:
+    return error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +52,10 @@ class Left:
 class EpisodeStream:
     """Open streams of all workers of a role. Used by one task of the controller, inside `streaming`."""
 
-    def __init__(self, group: RoleGroup[Any], plan: SamplingPlan, look_at: Callable[[Block], None]) -> None:
-        self._group, self._plan, self._look_at = group, plan, look_at
+    def __init__(
+        self, group: RoleGroup[Any], plan: SamplingPlan, look_at: Callable[[Block], None], cause_of: CauseOf
+    ) -> None:
+        self._group, self._plan, self._look_at, self._cause_of = group, plan, look_at, cause_of
         self._arrivals: asyncio.Queue[Block | Lost | Left | BaseException | None] = asyncio.Queue()
         self._pumps: dict[int, asyncio.Task[None]] = {}
         self._finished: set[int] = set()  # ranks that get no more prompts
@@ -210,17 +218,18 @@ class EpisodeStream:
         except WorkerDiedError as error:
             self._arrivals.put_nowait(Lost(rank=rank, worker=worker, error=error))
         except Exception as error:
-            self._arrivals.put_nowait(error)
+            self._arrivals.put_nowait(await self._cause_of(error))
         self._arrivals.put_nowait(None)
 
 
 @asynccontextmanager
 async def streaming(
-    group: RoleGroup[Any], plan: SamplingPlan, look_at: Callable[[Block], None] = lambda block: None
-) -> AsyncIterator[EpisodeStream]:
+    group: RoleGroup[Any], plan: SamplingPlan, look_at: Callable[[Block], None] = lambda block: None,
+    cause_of: CauseOf = _itself,
+) -> AsyncIterator[EpisodeStream]:  # fmt: skip
     """Streams of all workers of a role. `look_at` gets every block. Leaving the block early gives up what is
     running."""
-    stream = EpisodeStream(group, plan, look_at)
+    stream = EpisodeStream(group, plan, look_at, cause_of)
     stream.begin(stream.ranks)
     try:
         yield stream

@@ -67,7 +67,7 @@ from podium.weights.weight_transfers import ByBroadcast, ByStore, Readable
 # deadline: collectives, engines, environments.
 PHASE_S = 24 * 3600.0
 # How long it may take until a death is known that has made others fail.
-_DEATH_S = 10.0
+DEATH_S = 10.0
 
 
 class GeneratorHandle:
@@ -502,7 +502,7 @@ async def send_weights(policy: LearnerHandle, generator: GeneratorHandle, transf
     except WorkerDiedError:
         raise
     except ClusterError:
-        await asyncio.wait((sending, coming), timeout=_DEATH_S)
+        await asyncio.wait((sending, coming), timeout=DEATH_S)
         for end in (sending, coming):
             if end.done() and not end.cancelled() and isinstance(end.exception(), WorkerDiedError):
                 await end

@@ -35,10 +35,12 @@ class Mailboxes:
             return not self._owners and not self._closing
 
     def open(self) -> None:
-        """Accepts requests from now on."""
+        """Accepts requests from now on. What nobody has fetched before is forgotten: a run that went back asks for the
+        same episodes again, and must not get answers of other weights or turns."""
         with self._changed:
             self._closing, self._failure = False, None
             self._owners.clear()
+            self._boxes.clear()
 
     def close(self) -> None:
         """Closes the mailboxes: no more requests will come. Threads that wait for work stop waiting."""

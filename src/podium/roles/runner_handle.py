@@ -9,10 +9,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from podium.cluster import RoleGroup, Workers
+from podium.errors import WorkerDiedError
 from podium.roles.carriers import SamplingPlan
 from podium.roles.episode_runner import EpisodeRunner
 from podium.roles.episode_stream import Block, EpisodeStream, Lost, streaming
-from podium.roles.handles import PHASE_S, GeneratorHandle
+from podium.roles.handles import DEATH_S, PHASE_S, GeneratorHandle
 from podium.roles.interfaces import EpisodeSource
 from podium.roles.lost_workers import LostWorker, Replacements
 
@@ -35,15 +36,24 @@ class RunnerHandle:
     @asynccontextmanager
     async def streaming(self, plan: SamplingPlan) -> AsyncIterator[EpisodeStream]:
         """Streams of all runners, while the generators serve them."""
-        async with self._generator.serving() as served, streaming(self._group, plan, self._look_at) as stream:
+        async with self._generator.serving() as served:
+
+            async def cause_of(error: Exception) -> Exception:
+                """A runner may notice the death of a generator earlier than the controller."""
+                if isinstance(error.__cause__, WorkerDiedError):
+                    await asyncio.wait({served}, timeout=DEATH_S)
+                    if served.done() and isinstance(death := served.exception(), WorkerDiedError):
+                        return death
+                return error
 
             def look(task: asyncio.Task[Any]) -> None:
                 """Runners would wait for a dead generator."""
                 if not task.cancelled() and (error := task.exception()) is not None:
                     stream.fail(error)
 
-            served.add_done_callback(look)
-            yield stream
+            async with streaming(self._group, plan, self._look_at, cause_of) as stream:
+                served.add_done_callback(look)
+                yield stream
         for answer in served.result():
             stream.note_metrics(answer.worker, answer.value)
 

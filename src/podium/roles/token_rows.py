@@ -14,6 +14,7 @@ from podium.data.documents import Document, PackedBatch, pack
 from podium.data.trajectories import Ints, TrajectoryBlock
 from podium.recipe import AlgorithmSection
 from podium.roles.carriers import TurnRewards
+from podium.roles.placed_rewards import placed_rewards
 
 
 def packed_rows(
@@ -77,14 +78,7 @@ def token_rewards(
 ) -> NDArray[np.float32]:
     """Each episode's reward on its last trained token, and turns' rewards on their own tokens. The KL is subtracted if
     it is in the reward."""
-    rewards_T = np.zeros(len(block.tokens_T), np.float32)
-    places = np.where(trained_T, np.arange(len(trained_T)), -1)
-    if len(block.ids):
-        last_N = np.maximum.reduceat(np.append(places, -1), block.offsets[:-1])
-        last_N = np.where(block.lengths_N > 0, last_N, -1)
-        has = last_N >= block.offsets[:-1]
-        np.add.at(rewards_T, last_N[has], rewards_N[has])
-        np.add.at(rewards_T, block.offsets[:-1][turn_rewards.row_K] + turn_rewards.token_K, turn_rewards.reward_K)
+    rewards_T = placed_rewards(block, trained_T, rewards_N, turn_rewards)
     kl = algorithm.kl
     if kl is not None and kl.where == "reward" and reference_T is not None:
         distance_T = kl_estimate(

@@ -10,7 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from helpers.simulated_faults import FAULT_COSTS, LAYOUTS, RESTARTS, CalmRuns, Case, Schedule, fault_recipe, run_with
+from helpers.simulated_faults import (
+    FAULT_COSTS,
+    LAYOUTS,
+    RESTARTS,
+    CalmRuns,
+    Case,
+    Schedule,
+    fault_recipe,
+    layout_of_seed,
+    methods_of,
+    run_with,
+)
+from helpers.simulated_runs import METHODS
 from podium.cluster.simulated_faults import (
     SimulatedDeath,
     SimulatedDelay,
@@ -64,6 +76,21 @@ FOUND: dict[str, tuple[Case, list[SimulatedFault]]] = {
         Case(layout="elastic", staleness=1, variant=5),
         [SimulatedDrain(at_s=9.36416, node=0, grace_s=0.1, seconds=0.0)],
     ),
+    "a runner notices the death of a generator before the controller": (
+        Case(layout="elastic", staleness=1, variant=10, method="turns, environment's rewards"),
+        [SimulatedLoss(at_s=14.860732, pool="rollout", slot=0)],
+    ),
+    "a learner dies beside a generator whose runner is dead": (
+        Case(layout="colocated", staleness=0, variant=3, method="turns, ppo"),
+        [
+            SimulatedLoss(at_s=16.878363, pool="runners", slot=0),
+            SimulatedDeath(at_s=18.101658, pool="train", slot=1),
+        ],
+    ),
+    "a run that went back asks a generator for episodes whose answers nobody has fetched": (
+        Case(layout="split", staleness=3, variant=8, method="turns"),
+        [SimulatedDeath(at_s=9.450504, pool="train", slot=0)],
+    ),
     "a generator that joins is slow to be built": (
         Case(layout="split", staleness=4, variant=7),
         [
@@ -82,9 +109,62 @@ def test_what_random_faults_have_found(calm_runs: CalmRuns, case: str) -> None:
 @pytest.mark.parametrize("seed", [27, 33, 40])
 def test_nodes_with_several_generators_die_under_the_default_of_restarts(calm_runs: CalmRuns, seed: int) -> None:
     """With deaths of all generators counted together, the first two ended."""
-    schedule = Schedule(calm_runs, seed)
+    schedule = Schedule(calm_runs, seed, "grpo")
     assert (schedule.case.slots_per_node, schedule.case.restarts) in [(2, RESTARTS), (4, RESTARTS)]
     schedule.check()
+
+
+def _moments(begin_s: float, end_s: float, count: int) -> list[float]:
+    return [begin_s + (end_s - begin_s) * (number + 0.5) / count for number in range(count)]
+
+
+@pytest.mark.parametrize("fault", [DEATH, SILENCE, LOSS], ids=lambda fault: type(fault).__name__)
+@pytest.mark.parametrize("name", ["ppo, epochs", "kl, refreshed", "distill", "reward model"])
+def test_models_beside_the_policy_are_lost_with_its_worker_and_come_back(
+    calm_runs: CalmRuns, name: str, fault: SimulatedDeath
+) -> None:
+    """At four moments of the second half of a step, in which they score and learn, and of its commit. The digests of
+    critic, reference and policy are those of the run without faults."""
+    case = Case(layout="split", staleness=0, variant=3, method=name)
+    _, calm = calm_runs.of(case)
+    first_s, second_s = calm.committed_s[:2]
+    for at_s in _moments((first_s + second_s) / 2, second_s + 0.5, 4):
+        run = calm_runs.with_faults(case, [replace(fault, at_s=at_s)])
+        assert run.weights == calm.weights
+        assert run.ended_s > calm.ended_s
+
+
+@pytest.mark.parametrize("fault", [DEATH, SILENCE, LOSS], ids=lambda fault: type(fault).__name__)
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_runner_that_is_lost_is_replaced_and_its_episodes_run_again(
+    calm_runs: CalmRuns, staleness: int, fault: SimulatedDeath
+) -> None:
+    """Other runners and the learner go on: the run does not go back."""
+    case = Case(layout="split", staleness=staleness, variant=2, method="turns")
+    _, calm = calm_runs.of(case)
+    for at_s in _moments(calm.committed_s[0], calm.committed_s[1], 4):
+        calm_runs.with_faults(case, [replace(fault, at_s=at_s, pool="runners")])
+
+
+def test_the_loss_of_a_runner_is_recorded(tmp_path: Path, calm_runs: CalmRuns) -> None:
+    case = Case(layout="split", staleness=0, method="turns")
+    _, calm = calm_runs.of(case)
+    death = SimulatedDeath(at_s=calm.committed_s[0] + 1.0, pool="runners", slot=1)
+
+    run = run_with(case.recipe(tmp_path), [death])
+
+    (recovery,) = recoveries(run.result.folder)
+    assert (recovery.part, recovery.remedy, recovery.step) == ("runner", "retry", 1)
+    assert run.weights == calm.weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_runs_of_every_method_with_faults(calm_runs: CalmRuns, name: str) -> None:
+    """Ten of each whose layout can have it."""
+    seeds = [seed for seed in range(2000, 2100) if name in methods_of(layout_of_seed(seed))]
+    for seed in seeds[:10]:
+        Schedule(calm_runs, seed, name).check()
 
 
 @pytest.mark.slow
@@ -322,6 +402,9 @@ def test_random_faults_are_of_all_kinds_and_in_all_pools(tmp_path: Path) -> None
     slots = {(fault.pool, fault.slot) for fault in faults if hasattr(fault, "slot")}
     assert slots == {("train", 0), ("rollout", 0), ("rollout", 1), ("graders", 0), ("graders", 1)}
     assert all(fault.at_s >= 0.0 for fault in faults)
+    turns = Case(layout="split", staleness=0, method="turns").recipe(tmp_path)
+    of_runners = [each for seed in range(100) for each in random_faults(turns, end_s=60.0, most=6, seed=seed)]
+    assert {each.slot for each in of_runners if getattr(each, "pool", None) == "runners"} == {0, 1}
 
 
 @pytest.mark.parametrize("seed", range(40))

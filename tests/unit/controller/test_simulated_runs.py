@@ -115,8 +115,8 @@ def test_a_resumed_run_trains_on_every_prompt_once(tmp_path: Path) -> None:
 
 
 def test_a_role_without_a_simulation_is_refused(tmp_path: Path) -> None:
-    recipe = simulated_recipe(tmp_path, algorithm={"kl": {"coefficient": 0.1}})
-    with pytest.raises(ClusterError, match="reference"):
+    recipe = simulated_recipe(tmp_path, placement={"devices": 2, "generator": {"tensor": 2}})
+    with pytest.raises(ClusterError, match=r"generator-parts.*placement\.generator\.tensor"):
         simulated(recipe)
 
 

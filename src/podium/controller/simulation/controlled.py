@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -17,14 +18,18 @@ from podium.cluster import Layout, Resources, open_simulated, run_virtual
 from podium.cluster.member import Timeouts
 from podium.cluster.simulated_faults import GENERATOR_SLOT
 from podium.controller.assembly import read_inputs, result_of
-from podium.controller.drive import ControlledProgram, StepChoice
+from podium.controller.drive import ControlledProgram, StepChoice, open_channels
 from podium.controller.healing import Assembled, run_program
 from podium.controller.layout import ROLLOUT, layout_of, role_names
 from podium.controller.recovery import RecoveryPlan
 from podium.controller.simulation.costs import CostModel, RunCosts, SimulatedSlowness
+from podium.controller.simulation.critic import SimulatedCritic
 from podium.controller.simulation.faults import SimulatedFault, SimulatedStop
+from podium.controller.simulation.learned_state import WEIGHTS, digest
 from podium.controller.simulation.learner import SimulatedGrader, SimulatedLearner
 from podium.controller.simulation.rollout import SimulatedGenerator
+from podium.controller.simulation.runner import SimulatedRunner
+from podium.controller.simulation.scorers import SimulatedRewardModel, SimulatedScorer
 from podium.data.chat_text import as_text
 from podium.data.documents import Tokens
 from podium.data.kinds import Message
@@ -35,8 +40,9 @@ from podium.engine.checkpoint_files import SavedCheckpoint
 from podium.errors import ClusterError
 from podium.observe import Console, StepView, Stopwatch
 from podium.recipe import OnPolicyRecipe
+from podium.roles.episode_runner import EpisodeRunner, RunnerSpec
 from podium.roles.grader import Grader
-from podium.roles.interfaces import Generator, Learner
+from podium.roles.interfaces import Critic, Generator, Learner, RewardModel, Scorer
 from podium.runs.folder import RunFolder
 from podium.runs.result import RunResult
 
@@ -44,7 +50,15 @@ from podium.runs.result import RunResult
 _FOREVER_S = 1e12
 # Between two heartbeats, where they are watched. Rarer than on Ray: each costs time of a simulation.
 _BEAT_S = 5.0
-_SIMULATED = {Learner: SimulatedLearner, Generator: SimulatedGenerator, Grader: SimulatedGrader}
+_SIMULATED: Mapping[type[Any], type[Any]] = {
+    Learner: SimulatedLearner,
+    Generator: SimulatedGenerator,
+    Grader: SimulatedGrader,
+    Critic: SimulatedCritic,
+    Scorer: SimulatedScorer,
+    RewardModel: SimulatedRewardModel,
+    EpisodeRunner: SimulatedRunner,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +110,7 @@ async def _run(
     ) as cluster:  # fmt: skip
         with watch.span("start-up"):
             workers = await cluster.start(layout, timeouts, deadline_s=_FOREVER_S)
+            await open_channels(recipe, names, workers)
         assembled = Assembled(
             program=program, inputs=inputs, names=names, cluster=cluster, workers=workers, console=console, watch=watch
         )
@@ -103,19 +118,24 @@ async def _run(
         last = folder.checkpoints / f"step-{run.num_committed:08d}"
         return SimulatedRun(
             result=result_of(run, folder, watch), committed_s=tuple(console.committed_s),
-            weights=str(SavedCheckpoint(last).values["weights"]) if run.num_committed else "", ended_s=loop.time(),
+            weights=digest(*SavedCheckpoint(last).values[WEIGHTS]) if run.num_committed else "", ended_s=loop.time(),
         )  # fmt: skip
 
 
 def simulated_layout(layout: Layout, costs: RunCosts) -> Layout:
     """The same pools and roles, each role simulated, and each generator apart on nodes for such. Raises a
     ClusterError for a role that is not simulated."""
-    unknown = [role.name for role in layout.roles if role.kind not in _SIMULATED]
-    if unknown:
-        raise ClusterError(
-            f"role {unknown[0]} is not simulated. Simulated runs have policy, generators and graders: take out the "
-            "sections that need other roles (environment, critic, teachers, algorithm.kl, reward models)."
-        )
+    for role in layout.roles:
+        if role.kind not in _SIMULATED:
+            raise ClusterError(
+                f"role {role.name} is not simulated: several learner devices that hold an engine together. Set "
+                "placement.generator.tensor to 1, or use layout split."
+            )
+        if any(isinstance(spec, RunnerSpec) and spec.environment.is_agent for spec in role.arguments):
+            raise ClusterError(
+                "agents that ask through the gateway are not simulated: which requests they send is known only to "
+                "them. Simulate an environment of as many turns (environment.environment or tools)."
+            )
     roles = []
     for role in layout.roles:
         kind = _SIMULATED[role.kind]

@@ -67,6 +67,29 @@ class UpdateCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentCost:
+    """Episodes with an environment: how many answers they have, and what comes after each of them."""
+
+    turns: LogNormal = LogNormal(median=1.0)  # answers of an episode, rounded, at least 1
+    call_s: LogNormal = LogNormal(median=0.0)  # of a step of the environment, or of a tool, after every answer
+    reply_tokens: LogNormal = LogNormal(median=0.0)  # of the environment, before every answer but the first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeCosts:
+    """What the turns of one episode cost, each with one answer."""
+
+    answer_tokens: tuple[float, ...]
+    calls_s: tuple[float, ...]
+    reply_tokens: tuple[int, ...]
+
+    @property
+    def num_turns(self) -> int:
+        """Answers until the environment ends the episode."""
+        return len(self.answer_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCosts:
     """What the episodes of one group cost, by sample."""
 
@@ -90,6 +113,10 @@ class CostModel:
     start_s: float = 0.0  # of a worker's process, also of one that replaces another
     uniform_share: float = 0.0  # groups whose rewards are all equal
     graders: int | None = None  # None: never short, an episode's grading begins when it ends
+    # Of one token on one device: log-probs of a reference or teacher, values of a critic, scores of a reward model.
+    score_token_s: float = 0.0
+    critic: UpdateCost | None = None  # of a critic's optimizer step; None: as long as one of the policy
+    environment: EnvironmentCost = EnvironmentCost()
 
     def group(self, number: int, samples: int, seed: int) -> GroupCosts:
         """The costs of a group, the same for a seed whatever the layout and the schedule."""
@@ -98,6 +125,17 @@ class CostModel:
             tokens=tuple(max(1.0, round(self.answer_tokens.sample(rng))) for _ in range(samples)),
             grading_s=tuple(self.grading_s.sample(rng) for _ in range(samples)),
             is_uniform=rng.random() < self.uniform_share,
+        )
+
+    def episode(self, number: int, sample: int, samples: int, seed: int) -> EpisodeCosts:
+        """The costs of one of a group's episodes with an environment. Its first answer is the group's."""
+        rng, environment = Random(f"{seed} {number} {sample}"), self.environment
+        turns = max(1, round(environment.turns.sample(rng)))
+        first = self.group(number, samples, seed).tokens[sample % samples]
+        return EpisodeCosts(
+            answer_tokens=(first, *(max(1.0, round(self.answer_tokens.sample(rng))) for _ in range(turns - 1))),
+            calls_s=tuple(environment.call_s.sample(rng) for _ in range(turns)),
+            reply_tokens=tuple(round(environment.reply_tokens.sample(rng)) for _ in range(turns)),
         )
 
 
@@ -137,7 +175,7 @@ class DeviceLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptState:
-    """A snapshot of a simulated learner: its weights, which are a digest, and the controller's values."""
+    """A snapshot of a simulated role that learns: its weights, which are a digest, and the controller's values."""
 
     weights: str
     values: Mapping[str, Any]
@@ -162,18 +200,29 @@ class SimulatedSlowness:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCosts:
     """What the roles of a simulated run know: the cost model, the lanes of a device, the seed of the run, and which
-    workers are slow when; and `memory`, where they keep what outlives them."""
+    workers are slow when; `weights`, where ranks see those of the others; and `memory`, where they keep what outlives
+    them."""
 
     model: CostModel
     lanes: int
     samples: int  # episodes of a group
     seed: int = 0
     slowness: tuple[SimulatedSlowness, ...] = ()
-    memory: dict[int, dict[int, KeptState]] = field(default_factory=dict)  # learner's rank -> step -> state
+    weights: dict[tuple[str, int], str] = field(default_factory=dict)  # of each role that learns, and of its ranks
+    # Role and rank -> step -> state.
+    memory: dict[tuple[str, int], dict[int, KeptState]] = field(default_factory=dict)
 
     def group(self, prompt_index: int) -> GroupCosts:
         """The costs of a prompt's group."""
         return _group(self.model, prompt_index, self.samples, self.seed)
+
+    def episode(self, prompt_index: int, sample: int) -> EpisodeCosts:
+        """The costs of an episode with an environment."""
+        return _episode(self.model, prompt_index, sample, self.samples, self.seed)
+
+    def reward(self, prompt_index: int, sample: int) -> float:
+        """Every second sample of a group is right, unless the group is uniform: then all are."""
+        return 1.0 if self.group(prompt_index).is_uniform else float(sample % 2)
 
     def slowness_of(self, worker: WorkerId) -> list[SimulatedSlowness]:
         """When this worker, and each that replaces it, is slow."""
@@ -193,3 +242,9 @@ class RunCosts:
 def _group(model: CostModel, number: int, samples: int, seed: int) -> GroupCosts:
     """Generators and graders ask for every episode."""
     return model.group(number, samples, seed)
+
+
+@lru_cache(maxsize=4096)
+def _episode(model: CostModel, number: int, sample: int, samples: int, seed: int) -> EpisodeCosts:
+    """Runners and generators ask at every turn."""
+    return model.episode(number, sample, samples, seed)

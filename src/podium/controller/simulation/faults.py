@@ -23,7 +23,7 @@ from podium.cluster.simulated_faults import (
     SimulatedSilence,
     WorkerFault,
 )
-from podium.controller.layout import GRADERS, ROLLOUT, TRAIN, num_learners
+from podium.controller.layout import GRADERS, ROLLOUT, RUNNERS, TRAIN, num_learners
 from podium.controller.simulation.costs import SimulatedSlowness
 from podium.recipe import OnPolicyRecipe
 
@@ -47,8 +47,9 @@ def random_faults(
     recipe: OnPolicyRecipe, *, begin_s: float = 0.0, end_s: float, most: int, seed: int, slots_per_node: int = 1,
     most_deaths: int | None = None,
 ) -> tuple[SimulatedFault, ...]:  # fmt: skip
-    """Up to `most` faults of all kinds between these times of a run, for learners, generators and graders, and for the
-    nodes of generators that are apart. Half of the silences are shorter than the heartbeat timeout. Some faults follow
+    """Up to `most` faults of all kinds between these times of a run, for generators, graders, episode runners and
+    learners, with which critics, scorers and reward models share their workers, and for the nodes of generators that
+    are apart. Half of the silences are shorter than the heartbeat timeout. Some faults follow
     the one before them closely, so that they come during its recovery. `most_deaths`: of one worker, and of all
     learners together; faults that could make it more are left out."""
     rng = Random(seed)
@@ -99,6 +100,7 @@ def _slots(recipe: OnPolicyRecipe) -> list[tuple[str, int]]:
         *((TRAIN, slot) for slot in range(learners)),
         *((ROLLOUT, slot) for slot in range(recipe.placement.devices - learners)),
         *((GRADERS, slot) for slot in range(recipe.grading.workers)),
+        *((RUNNERS, slot) for slot in range(0 if recipe.environment is None else recipe.environment.runners)),
     ]
 
 

@@ -7,8 +7,6 @@ says, and learn nothing. Methods that wait are asynchronous: the cluster awaits 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import shutil
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -17,21 +15,12 @@ import numpy as np
 from podium.algorithms.staleness import ByAge, statistics_by_age, updates_between
 from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics
 from podium.cluster import Computed, RowRefs, WorkerContext
-from podium.controller.simulation.costs import KeptState, RunCosts
+from podium.controller.simulation.costs import RunCosts
+from podium.controller.simulation.learned_state import Kept, LearnedState
+from podium.controller.simulation.scoring import BASE, NO_CHANGE, digest_of, scored
 from podium.data.costs import SequenceCost
 from podium.data.trajectories import TokenColumn, TrajectoryBlock
-from podium.engine.checkpoint_files import (
-    PARTIAL,
-    Extras,
-    SavedCheckpoint,
-    SaveState,
-    complete,
-    record_loss,
-    saved_steps,
-    to_remove,
-    write_json,
-)
-from podium.errors import ClusterError
+from podium.engine.checkpoint_files import SaveState, record_loss
 from podium.recipe import ModelReward
 from podium.roles.carriers import GradeNote, GraderFacts, GradeShard, Residency, UpdatePlan, UpdateShard
 from podium.roles.grader import Grader, GraderSpec, Purpose
@@ -49,17 +38,13 @@ from podium.weights.canary import LogprobGap
 from podium.weights.versions import WeightVersion
 from podium.weights.weight_transfers import ByStore, WeightTransfer
 
-_WEIGHTS = "weights"  # in the values of a checkpoint
-NO_CHANGE = MemoryChange(measured_bytes=0, accounted_bytes=0)
-
 
 class SimulatedLearner(Learner):
-    """One rank of the policy. Its weights are a digest of everything that they were trained on: two runs end with the
-    same ones only if they had the same updates. Its checkpoints have no tensors."""
+    """One rank of the policy."""
 
     def __init__(self, context: WorkerContext, spec: LearnerSpec, costs: RunCosts) -> None:
         self._context, self._spec, self._costs = context, spec, costs
-        self._weights = ""
+        self.state = LearnedState(context, costs, spec.checkpoints)
         if spec.resume_step is not None:
             self.restore(spec.resume_step, "checkpoint")
 
@@ -75,14 +60,12 @@ class SimulatedLearner(Learner):
 
     async def update(self, shard: UpdateShard, plan: UpdatePlan) -> Computed[TokenColumn]:  # type: ignore[override]
         """Waits for every optimizer step over this rank's tokens."""
+        self.state.begin_update()
         lengths_N, cost = shard.rows.lengths_N, self._costs.model.update
         tokens_B = [float(sum(lengths_N[rows].sum() for rows in batch)) for batch in shard.batches]
         seconds = sum(cost.update_s(tokens, devices=1) for tokens in tokens_B)
         await self._costs.work(self._context.worker, seconds)
-        episodes = shard.ids.array_N4[:, :2].tolist()  # of whichever attempt
-        advantages = [] if shard.advantages_N is None else shard.advantages_N.tolist()
-        trained = repr((self._weights, plan.step, plan.lr, episodes, shard.rows.lengths_N.tolist(), advantages))
-        self._weights = hashlib.sha256(trained.encode()).hexdigest()
+        self.state.train(plan.step, plan.lr, plan.kl_coefficient, plan.whitening, *_signal(shard))
         return Computed(done=shard.ids, note=self._note(shard, plan, seconds))
 
     def _note(self, shard: UpdateShard, plan: UpdatePlan, seconds: float) -> UpdateNote:
@@ -120,13 +103,15 @@ class SimulatedLearner(Learner):
         logprobs_T = np.zeros(len(age_T))
         return statistics_by_age(logprobs_T, logprobs_T, age_T) if age_T.any() else {}
 
-    def score(self, rows: RowRefs[TrajectoryBlock], temperature: float, base: bool = False) -> Computed[TokenColumn]:
-        """Not simulated: a recipe that needs it has no simulated layout."""
-        raise ClusterError("a simulated learner scores no tokens.")
+    async def score(  # type: ignore[override]
+        self, rows: RowRefs[TrajectoryBlock], temperature: float, base: bool = False
+    ) -> Computed[TokenColumn]:
+        """Log-probs of the current weights, or of those that the run began with."""
+        return await scored(rows, BASE if base else self.state.weights, self._costs, self._context)
 
     def has_stepped(self) -> bool:
-        """False: its weights never change, so a failed step can be saved."""
-        return False
+        """Whether the last update came to its end."""
+        return self.state.has_stepped
 
     def describe(self, number: int) -> WeightVersion:
         """A version without tensors."""
@@ -150,20 +135,10 @@ class SimulatedLearner(Learner):
         return NO_CHANGE
 
     async def save(self, step: int, values: Mapping[str, Any]) -> SaveState:  # type: ignore[override]
-        """Writes a checkpoint without tensors, from which a simulation resumes. A learner that dies meanwhile leaves a
-        partial one."""
-        folder, settings = self._spec.checkpoints, self._spec.recipe.checkpoint
-        partial = folder / f"{PARTIAL}{step:08d}"
-        partial.mkdir(parents=True, exist_ok=True)
-        await self._costs.work(self._context.worker, self._costs.model.save_s)
-        if self._context.rank:
-            return "written"
-        write_json(partial / "rank-00000.json", {"pieces": {}, "files": {}})
-        complete(folder, partial, step, Extras(values={**values, _WEIGHTS: self._weights}, arrays={}), ranks=1)
-        resumed = self._spec.resume_step
-        saved = saved_steps(folder)
-        for old in to_remove(saved, keep=settings.keep, keep_best=settings.keep_best, resumed=resumed):
-            shutil.rmtree(old.folder, ignore_errors=True)
+        """Writes a checkpoint without tensors."""
+        settings = self._spec.recipe.checkpoint
+        kept = Kept(newest=settings.keep, best=settings.keep_best, resumed=self._spec.resume_step)
+        await self.state.save(step, values, kept)
         return "written"
 
     def save_state(self) -> SaveState:
@@ -175,32 +150,21 @@ class SimulatedLearner(Learner):
         return "idle"
 
     def snapshot(self, step: int, values: Mapping[str, Any]) -> SnapshotBegun | NoSnapshot:
-        """Keeps the last two steps."""
-        kept = self._costs.memory.setdefault(self._context.rank, {})
-        kept[step] = KeptState(weights=self._weights, values=values)
-        for old in sorted(kept)[:-2]:
-            del kept[old]
+        """Keeps the weights of the last two steps."""
+        self.state.snapshot(step, values)
         return SnapshotBegun(copy_s=0.0)
 
     def snapshots(self) -> tuple[int, ...]:
         """Steps of snapshots."""
-        return tuple(sorted(self._costs.memory.get(self._context.rank, {})))
+        return self.state.snapshots()
 
     def forget_snapshots(self) -> None:
         """Removes all snapshots."""
-        self._costs.memory.pop(self._context.rank, None)
+        self.state.forget_snapshots()
 
     def restore(self, step: int, source: StateSource) -> Mapping[str, Any]:
-        """Goes back to the weights after this step; a checkpoint has those of rank 0."""
-        if source == "memory":
-            kept = self._costs.memory[self._context.rank]
-            for later in [each for each in kept if each > step]:
-                del kept[later]
-            self._weights = kept[step].weights
-            return kept[step].values
-        values = SavedCheckpoint(self._spec.checkpoints / f"step-{step:08d}").values
-        self._weights = str(values[_WEIGHTS])
-        return values
+        """Goes back to the weights after this step."""
+        return self.state.restore(step, source)
 
     def grade(self, step: int, loss: float) -> str | None:
         """Records the loss of a saved step."""
@@ -208,9 +172,26 @@ class SimulatedLearner(Learner):
         return None
 
 
+def _signal(shard: UpdateShard) -> tuple[object, ...]:
+    """All that decides what a real learner would learn from a shard, whichever attempt its episodes are."""
+    advantages = shard.advantages_N if shard.advantages_N is not None else shard.rewards_N
+    turns = shard.turn_rewards if shard.turn_advantages is None else shard.turn_advantages
+    return (
+        shard.ids.array_N4[:, :2].tolist(),
+        shard.rows.lengths_N.tolist(),
+        None if advantages is None else advantages.tolist(),
+        digest_of(shard.advantages),
+        tuple((digest_of(column), weight) for column, weight in shard.teachers),
+        (turns.row_K.tolist(), turns.token_K.tolist(), turns.reward_K.tolist()),
+        digest_of(shard.reference),
+        len(shard.batches),
+        shard.absent,
+    )
+
+
 class SimulatedGrader(Grader):
-    """Episodes of a batch are graded at the same time, or one after the other where the costs count graders. Every
-    second sample of a group is right, unless the group is uniform: then all are."""
+    """Episodes of a batch are graded at the same time, or one after the other where the costs count graders. Rewards
+    are those of the costs."""
 
     def __init__(self, context: WorkerContext, spec: GraderSpec, costs: RunCosts) -> None:
         self._worker, self._rewards, self._costs = context.worker, spec, costs
@@ -233,7 +214,7 @@ class SimulatedGrader(Grader):
         else:
             async with self._turn:
                 await self._costs.work(self._worker, sum(gradings_s))
-        rewards_N = np.array([1.0 if group.is_uniform else float(sample % 2) for group, sample in rows])
+        rewards_N = np.array([self._costs.reward(id.prompt_index, id.sample) for id in shard.ids])
         sections = self._rewards.rewards if purpose == "train" else self._rewards.evaluation
         columns = sum(not isinstance(section, ModelReward) for section in sections)
         return GradeNote(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import NoReturn
 
 import numpy as np
 
@@ -17,13 +16,13 @@ from podium.controller.simulation.costs import RunCosts
 from podium.controller.simulation.generator import EndedSequence, Episode, Pause
 from podium.controller.simulation.generator import Generator as Device
 from podium.controller.simulation.generator import Sequence as DeviceSequence
-from podium.controller.simulation.learner import NO_CHANGE
-from podium.data.trajectories import Ints, TrajectoryBlock, TrajectoryId, TrajectoryIds
-from podium.errors import ClusterError
+from podium.controller.simulation.requests import Requests, versions_of
+from podium.controller.simulation.scoring import NO_CHANGE
+from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
 from podium.roles.carriers import CANCELLED, FINISHES, EpisodeNote, PromptShard, Residency, SamplingPlan
 from podium.roles.interfaces import Generator, GeneratorSpec, GeneratorUsage
 from podium.rollout.engine import InFlight, Load, MemoryChange
-from podium.rollout.requests import Completion, Request
+from podium.rollout.requests import Completion, Request, given_back
 from podium.weights.versions import WeightVersion
 from podium.weights.weight_transfers import WeightTransfer
 
@@ -45,6 +44,7 @@ class SimulatedGenerator(Generator):
         self._begun: dict[tuple[int, int], EndedSequence] = {}  # tokens of other devices, of open episodes
         self._returned: list[EndedSequence] = []  # given back and not sent yet
         self._ended: list[EndedSequence] = []  # not sent yet
+        self._requests = Requests(costs)  # of episode runners
         self._num_tokens = self._num_finished = 0
         self._idle_s = self._install_s = 0.0
         self._idle_since_s: float | None = None  # while it has nothing to do
@@ -91,7 +91,10 @@ class SimulatedGenerator(Generator):
         self._advance()
         self._device.add(sequences)
         self._changed.set()
-        num_begun = sum(each.sequence.tokens for each in begun.values())
+        self._recompute(sum(each.sequence.tokens for each in begun.values()))
+
+    def _recompute(self, num_begun: float) -> None:
+        """Computes the KV cache of tokens of other devices."""
         if num_begun and self._device.pause is None:
             self._pause_for("recompute", num_begun / self._device.cost.prefill_tokens_s)
 
@@ -157,8 +160,7 @@ class SimulatedGenerator(Generator):
 
     def _computed(self, ended: Sequence[EndedSequence], metrics: tuple[Metric, ...]) -> Computed[TrajectoryBlock]:
         returned, self._returned = self._returned, []
-        self._num_tokens += int(_num_tokens(ended) + _num_tokens(returned))
-        self._num_finished += len(ended)
+        self._count(ended, returned)
         rows = sorted([*ended, *returned], key=lambda each: each.sequence.episode)
         places = [(each.sequence.group, each.sequence.sample) for each in rows]
         limits = [self._limits.pop(place) for place in places]
@@ -166,6 +168,10 @@ class SimulatedGenerator(Generator):
         gone = {each.sequence.episode for each in returned}
         block, note = _block(whole, limits, [each.sequence.episode in gone for each in rows])
         return Computed(rows=block, note=note, metrics=metrics)
+
+    def _count(self, ended: Sequence[EndedSequence], returned: Sequence[EndedSequence]) -> None:
+        self._num_tokens += int(_num_tokens(ended) + _num_tokens(returned))
+        self._num_finished += len(ended)
 
     # --- weights and devices ---
 
@@ -229,28 +235,50 @@ class SimulatedGenerator(Generator):
 
     # --- episode runners ---
 
-    def serve(self) -> tuple[Metric, ...]:
-        """Not simulated."""
-        self._refuse()
+    async def serve(self) -> tuple[Metric, ...]:  # type: ignore[override]
+        """Answers requests until `stop_serving`."""
+        began_s, num_tokens = self._clock(), self._num_tokens
+        try:
+            while not self._is_finished or self._num_open or self._returned:
+                ended = await self._next_ended()
+                returned, self._returned = self._returned, []
+                self._count(ended, returned)
+                for each in ended:
+                    self._requests.answer(each, is_returned=False)
+                for each in returned:
+                    self._requests.answer(each, is_returned=True)
+        finally:
+            self._requests.is_open = False
+        return _metrics(float(self._num_tokens - num_tokens), self._clock() - began_s)
 
     def begin_serving(self) -> None:
-        """Not simulated."""
-        self._refuse()
+        """Takes requests from now on."""
+        self._requests.open()
+        self._is_finished = False
 
     def stop_serving(self, give_back: bool = False) -> None:
-        """Not simulated."""
-        self._refuse()
+        """Ends `serve` when all requests are answered, or given back."""
+        self._requests.is_open = False
+        self.finish_stream(abandon=give_back)
 
-    def exchange(self, runner: str, requests: tuple[Request, ...], wait_s: float) -> list[Completion]:
-        """Not simulated."""
-        self._refuse()
+    async def exchange(  # type: ignore[override]
+        self, runner: str, requests: tuple[Request, ...], wait_s: float
+    ) -> list[Completion]:
+        """Begins new requests, and waits for an answer. Answers have as many tokens as the costs say of their turn."""
+        if requests and not self._requests.is_open:
+            return [given_back(request) for request in requests]
+        if requests:
+            self._advance()
+            self._device.add([self._requests.take(runner, request) for request in requests])
+            self._changed.set()
+            self._recompute(sum(len(each.begun.tokens_L) for each in requests if each.begun is not None))
+        return await self._requests.fetch(runner, wait_s)
 
     def forget(self, runner: str) -> None:
-        """Not simulated."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise ClusterError("a simulated generator answers no episode runners.")
+        """Takes the requests of a dead runner off the device."""
+        self._advance()
+        self._device.take_out(self._requests.forget(runner))
+        self._changed.set()
 
 
 def _num_tokens(ended: Sequence[EndedSequence]) -> int:
@@ -285,15 +313,11 @@ def _begun(block: TrajectoryBlock) -> dict[tuple[int, int], EndedSequence]:
 def _block(
     rows: Sequence[EndedSequence], limits: Sequence[int], are_returned: Sequence[bool]
 ) -> tuple[TrajectoryBlock, EpisodeNote]:
-    """Ids ascend. The first tokens of a row have its oldest version and the others its newest, as many of each as its
-    sum of versions says."""
+    """Ids ascend."""
     count = len(rows)
     ids = np.array([(each.sequence.group, each.sequence.sample, 0, each.sequence.attempt) for each in rows], np.int64)
     lengths_N = np.array([each.sequence.tokens for each in rows], np.int64)
     oldest_N, newest_N = (np.array([getattr(each, name) for each in rows], np.int64) for name in ("oldest", "newest"))
-    sums_N = np.array([each.version_sum for each in rows], np.float64)
-    num_newest_N = np.rint((sums_N - oldest_N * lengths_N) / np.maximum(newest_N - oldest_N, 1)).astype(np.int64)
-    parts_N2: Ints = np.stack([lengths_N - num_newest_N, num_newest_N], axis=1)
     total = int(lengths_N.sum())
     block = TrajectoryBlock(
         ids=TrajectoryIds(ids.reshape(-1, 4)),
@@ -301,7 +325,7 @@ def _block(
         tokens_T=np.zeros(total, np.int32),
         loss_mask_T=np.ones(total, np.bool_),
         behavior_logprobs_T=np.zeros(total, np.float32),
-        versions_T=np.repeat(np.stack([oldest_N, newest_N], axis=1), parts_N2.reshape(-1)).astype(np.int32),
+        versions_T=versions_of(rows),
     )
     note = EpisodeNote(
         finish_N=np.where(
