@@ -34,6 +34,7 @@ from podium.controller.scheduling import (
     GradeGroup,
     GroupGraded,
     LearnerIdle,
+    LearnerWaits,
     Lend,
     Publish,
     Recall,
@@ -111,10 +112,10 @@ class Cluster:
     def __init__(self, settings: ScheduleSettings, devices: int, lanes: int, num_lent: int) -> None:
         self.timed, self.rng = Timed(settings), random.Random(0)
         self.later: list[tuple[float, int, list[Event]]] = []
-        self.ticks, self.now_s = itertools.count(), 0.0
+        self.ticks, self.now_s, self.requested_s = itertools.count(), 0.0, 0.0
         self.lanes, self.learner = lanes, [f"lent-{number}" for number in range(num_lent)]
         self.versions = {f"device-{number}": 0 for number in range(devices - num_lent)}
-        self.version = 0
+        self.version = self.num_lendings = 0
         self.running: dict[str, dict[tuple[int, int], int]] = {}  # worker -> (group, sample) -> its attempt
         self.oldest: dict[tuple[int, int], int] = {}
 
@@ -131,7 +132,9 @@ class Cluster:
 
     def request(self) -> None:
         if self.learner:
-            self.tell(LearnerIdle(episodes_per_s=0.0, waited_s=0.0, switch_s=0.0))
+            self.tell(LearnerIdle(episodes_per_s=0.0, waited_s=0.0, switch_s=0.1, recall_s=0.05, graded_s=0.0))
+            self.requested_s = self.now_s
+            self.after(0.1, LearnerWaits(waited_s=0.1))
         self.tell(StepRequested())
 
     def after(self, seconds: float, *events: Event) -> None:
@@ -142,6 +145,11 @@ class Cluster:
             case EpisodeEnded():
                 if self.running[event.worker].pop((event.group, event.sample), None) is None:
                     return  # it was given back
+            case LearnerWaits():
+                waited_s = self.now_s - self.requested_s
+                if not self.later or abs(waited_s - event.waited_s) > 1e-9:
+                    return  # of a wait that is over
+                self.after(0.5 * waited_s, LearnerWaits(waited_s=1.5 * waited_s))
             case WeightsInstalled():
                 self.versions[event.worker] = event.version
             case StepCommitted():
@@ -196,6 +204,7 @@ class Cluster:
             case Publish():
                 self.after(0.1, WeightsInstalled(worker=action.worker, version=action.version))
             case Lend():
+                self.num_lendings += 1
                 self.after(0.05, DevicesLent(version=0))
             case Recall():
                 self.after(0.05, DevicesReturned())
