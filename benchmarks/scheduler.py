@@ -6,7 +6,8 @@
 Lengths are log-normal, workers end their episodes in that order, groups are graded at once, and an update takes as long
 as a median episode. Only `decide` and `observe` are timed, in processor time. Where a decision says that there is more
 to do, what follows counts as another one. Python's garbage collector, which stops a process wherever it is, is timed
-apart. With --lend a third of the devices is the learner's and lent in every step."""
+apart. With --lend a third of the devices is the learner's and lent in
+every step, recalled early when it has nothing to do, and told how long it waits."""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ class Cluster:
         self.ticks, self.now_s, self.requested_s = itertools.count(), 0.0, 0.0
         self.lanes, self.learner = lanes, [f"lent-{number}" for number in range(num_lent)]
         self.versions = {f"device-{number}": 0 for number in range(devices - num_lent)}
-        self.version = self.num_lendings = 0
+        self.version = 0
         self.running: dict[str, dict[tuple[int, int], int]] = {}  # worker -> (group, sample) -> its attempt
         self.oldest: dict[tuple[int, int], int] = {}
 
@@ -204,7 +205,6 @@ class Cluster:
             case Publish():
                 self.after(0.1, WeightsInstalled(worker=action.worker, version=action.version))
             case Lend():
-                self.num_lendings += 1
                 self.after(0.05, DevicesLent(version=0))
             case Recall():
                 self.after(0.05, DevicesReturned())
