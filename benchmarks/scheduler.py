@@ -6,7 +6,8 @@
 Lengths are log-normal, workers end their episodes in that order, groups are graded at once, and an update takes as long
 as a median episode. Only `decide` and `observe` are timed, in processor time. Where a decision says that there is more
 to do, what follows counts as another one. Python's garbage collector, which stops a process wherever it is, is timed
-apart. With --lend a third of the devices is the learner's and lent in every step."""
+apart. With --lend a third of the devices is the learner's and lent in
+every step, recalled early when it has nothing to do, and told how long it waits."""
 
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ from podium.controller.scheduling import (
     GradeGroup,
     GroupGraded,
     LearnerIdle,
+    LearnerWaits,
     Lend,
     Publish,
     Recall,
@@ -111,7 +113,7 @@ class Cluster:
     def __init__(self, settings: ScheduleSettings, devices: int, lanes: int, num_lent: int) -> None:
         self.timed, self.rng = Timed(settings), random.Random(0)
         self.later: list[tuple[float, int, list[Event]]] = []
-        self.ticks, self.now_s = itertools.count(), 0.0
+        self.ticks, self.now_s, self.requested_s = itertools.count(), 0.0, 0.0
         self.lanes, self.learner = lanes, [f"lent-{number}" for number in range(num_lent)]
         self.versions = {f"device-{number}": 0 for number in range(devices - num_lent)}
         self.version = 0
@@ -131,7 +133,9 @@ class Cluster:
 
     def request(self) -> None:
         if self.learner:
-            self.tell(LearnerIdle(episodes_per_s=0.0, waited_s=0.0, switch_s=0.0))
+            self.tell(LearnerIdle(episodes_per_s=0.0, waited_s=0.0, switch_s=0.1, recall_s=0.05, graded_s=0.0))
+            self.requested_s = self.now_s
+            self.after(0.1, LearnerWaits(waited_s=0.1))
         self.tell(StepRequested())
 
     def after(self, seconds: float, *events: Event) -> None:
@@ -142,6 +146,11 @@ class Cluster:
             case EpisodeEnded():
                 if self.running[event.worker].pop((event.group, event.sample), None) is None:
                     return  # it was given back
+            case LearnerWaits():
+                waited_s = self.now_s - self.requested_s
+                if not self.later or abs(waited_s - event.waited_s) > 1e-9:
+                    return  # of a wait that is over
+                self.after(0.5 * waited_s, LearnerWaits(waited_s=1.5 * waited_s))
             case WeightsInstalled():
                 self.versions[event.worker] = event.version
             case StepCommitted():

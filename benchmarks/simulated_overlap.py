@@ -4,6 +4,7 @@
     .venv/bin/python benchmarks/simulated_overlap.py                          64, 256 and 1,024 devices
     .venv/bin/python benchmarks/simulated_overlap.py --devices 64 --vary      other batch sizes and policies, 64 devices
     .venv/bin/python benchmarks/simulated_overlap.py --layouts elastic --share 3/8       some rows, with a given share
+    .venv/bin/python benchmarks/simulated_overlap.py --switch-s 20 --uniform-share 0.3   other costs, dynamic sampling
 
 The real scheduler decides and its audit checks; the costs are a model (COSTS, below). Groups per step are proportional
 to the devices. For every staleness the best share of the devices for generation is shown, of 1/4, 3/8, ... 7/8. The
@@ -34,6 +35,7 @@ COSTS = CostModel(
 )
 LANES, SAMPLES = 64, 16
 SHARES = tuple(Fraction(eighths, 8) for eighths in (2, 3, 4, 5, 6, 7))
+MOST_REFILLS = 10  # groups that dynamic sampling replaces, per group of a step
 SHARE_STEP = Fraction(1, 8)
 
 
@@ -46,6 +48,7 @@ class Workload:
     steps: int  # measured
     seed: int
     share: Fraction | None = None  # of the devices for generation; None: the best one is searched
+    costs: CostModel = COSTS
 
     def run(
         self, staleness: int, share: Fraction | None, on_new_weights: OnNewWeights = "keep", *, lends: bool = False
@@ -59,11 +62,13 @@ class Workload:
             staleness=staleness,
             on_new_weights=on_new_weights,
             lends=lends,
+            replaces_uniform=self.costs.uniform_share > 0,
+            max_replaced=MOST_REFILLS * self.devices * self.episodes_per_device // SAMPLES,
         )
         layout = DeviceLayout(
             devices=self.devices, rollout_devices=None if share is None else int(self.devices * share), lanes=LANES
         )
-        return simulate(schedule, COSTS, layout, seed=self.seed, warm_up=warm_up, cool_down=cool_down)
+        return simulate(schedule, self.costs, layout, seed=self.seed, warm_up=warm_up, cool_down=cool_down)
 
     def best(
         self, staleness: int, on_new_weights: OnNewWeights = "keep", *, lends: bool = False
@@ -144,6 +149,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--layouts", nargs="+", choices=["split", "elastic"], default=["split", "elastic"])
     parser.add_argument("--share", type=Fraction, help="of the devices for generation; default: the best one")
+    parser.add_argument("--switch-s", type=float, default=COSTS.switch_s, help="to change sides, each way")
+    parser.add_argument("--uniform-share", type=float, default=0.0, help="of the groups, which are replaced")
     parser.add_argument("--vary", action="store_true", help="other policies and batch sizes on the first devices")
     args = parser.parse_args()
     workloads = [
@@ -153,6 +160,7 @@ def main() -> None:
             steps=args.steps,
             seed=args.seed,
             share=args.share,
+            costs=replace(COSTS, switch_s=args.switch_s, uniform_share=args.uniform_share),
         )
         for devices in args.devices
     ]

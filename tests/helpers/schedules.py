@@ -28,6 +28,7 @@ from podium.controller.scheduling import (
     GradeGroup,
     GroupGraded,
     LearnerIdle,
+    LearnerWaits,
     Lend,
     Publish,
     Recall,
@@ -110,6 +111,8 @@ class World:
     stopped: list[int] = field(default_factory=list)  # groups that were void because the run stopped
     committed: int = 0
     num_lent: int = 0  # how often devices were lent
+    lent_for: list[int] = field(default_factory=list)  # committed steps, each time they were
+    num_early: int = 0  # how often they were recalled before the next step was complete
     num_moved: int = 0  # episodes that came back
     interrupts: bool = False  # whether other events come between an event and what follows from it
     num_finished: int = 0
@@ -205,6 +208,7 @@ class World:
             case Lend():
                 self._after(costs.switch_s * rng.random() * 2, "lent")
             case Recall():
+                self.num_early += not self.scheduler.lacks_only_devices
                 self._after(costs.switch_s * rng.random() * 2, "recalled")
             case GiveBack():
                 self._after(costs.acknowledge_s * rng.random(), "gives_back", action.worker, set(action.episodes))
@@ -283,13 +287,28 @@ class World:
         """The program waits for its next step, and the learner's devices are idle."""
         if self.settings.lends:
             rate = self.num_finished / self.now_s if self.now_s else 0.0
-            self._tell(LearnerIdle(episodes_per_s=rate, waited_s=self._waited_s, switch_s=self.costs.switch_s))
+            switch_s = self.costs.switch_s
             self._requested_s = self.now_s
+            self._after((0.1 + switch_s) * self.costs.rng.random(), "waits", self.committed)
+            self._tell(
+                LearnerIdle(
+                    episodes_per_s=rate, waited_s=self._waited_s, switch_s=switch_s, recall_s=switch_s / 2,
+                    graded_s=self.costs.rng.choice([0.0, 1.0]),
+                )
+            )  # fmt: skip
         if not self.ended:
             self._tell(StepRequested())
 
+    def _waits(self, committed: int) -> None:
+        """From time to time, until the next step begins."""
+        if committed == self.committed and len(self.steps) == committed:
+            waited_s = self.now_s - self._requested_s
+            self._after(0.1 + waited_s * self.costs.rng.random(), "waits", committed)
+            self._tell(LearnerWaits(waited_s=waited_s))
+
     def _lent(self) -> None:
         self.num_lent += 1
+        self.lent_for.append(self.committed)
         for number, lanes in enumerate(self.learner_lanes):
             name = f"lent-{number}"
             self.engines[name] = Engine(name, lanes, self.version)

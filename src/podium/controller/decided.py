@@ -53,6 +53,11 @@ class Decided:
         """Whether the next step waits for rewards alone."""
         return self._scheduler.lacks_only_rewards
 
+    @property
+    def lacks_only_devices(self) -> bool:
+        """Whether the next step waits for the learner's devices alone."""
+        return self._scheduler.lacks_only_devices
+
     def _decide(self, event: Event) -> Sequence[Action]:
         actions = self._scheduler.decide(event)
         self.audit.observe(event, actions)

@@ -133,6 +133,11 @@ class GroupFlow:
         """Whether all episodes that the next step waits for have ended, and rewards of some are missing."""
         return self._decided.lacks_only_rewards
 
+    @property
+    def lacks_only_devices(self) -> bool:
+        """Whether the next step is complete, and the learner's devices are on their way back or about to be lent."""
+        return self._decided.lacks_only_devices
+
     def open(self, lanes: Mapping[int, int], *, grades_single: bool) -> None:
         """Tells the scheduler which workers there are; nothing is running. `lanes`: by rank, episodes that each runs at
         the same time."""

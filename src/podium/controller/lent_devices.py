@@ -11,7 +11,9 @@ from contextlib import AsyncExitStack, suppress
 from podium.cluster.deadlines import now_s
 from podium.controller.episodes import training_sampling
 from podium.controller.group_flow import GroupFlow
+from podium.controller.lending import LOOK_AGAIN
 from podium.controller.parts import OnPolicyParts
+from podium.controller.scheduling import LearnerWaits
 from podium.controller.state import RunState
 from podium.errors import WorkerDiedError
 from podium.recipe import OnPolicyRecipe
@@ -19,6 +21,8 @@ from podium.roles.episode_stream import Block, EpisodeStream, Left, Lost
 from podium.roles.handles import GeneratorHandle
 
 _LENT = "lent-"
+# Shortest time until the scheduler is told again how long the learner has waited, and how long that goes on.
+_LOOK_S, _LAST_LOOK_S = 1.0, 1e6
 NoteArrival = Callable[[Block | Lost | Left, str], Awaitable[None]]
 """Gets what a worker sends, and the worker's name."""
 
@@ -33,9 +37,38 @@ def lent_rank(worker: str) -> int:
     return int(worker.removeprefix(_LENT))
 
 
+class WaitClock:
+    """Tells the scheduler how long the learner waits, rarer and rarer. The controller's event loop uses it."""
+
+    def __init__(self, tell: Callable[[LearnerWaits], None]) -> None:
+        self._tell = tell
+        self._began_s = 0.0
+        self._next: asyncio.TimerHandle | None = None
+
+    def begin(self, switch_s: float) -> None:
+        """A wait begins. `switch_s`: what it costs to lend devices and recall them."""
+        self._began_s = now_s()
+        self._plan(max(_LOOK_S, switch_s))
+
+    def end(self) -> None:
+        """It is over."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
+
+    def _plan(self, seconds: float) -> None:
+        self._next = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        waited_s = now_s() - self._began_s
+        self._tell(LearnerWaits(waited_s=waited_s))
+        if waited_s < _LAST_LOOK_S:
+            self._plan((LOOK_AGAIN - 1.0) * waited_s)
+
+
 class LentDevices:
-    """The controller's event loop uses it: `lend` and `recall` in turn. Between them, episodes arrive by `note`; with
-    episode runners, they arrive at the runners."""
+    """The controller's event loop uses it: `lend` and `recall` in turn, once or more often for a step. Between them,
+    episodes arrive by `note`; with episode runners, they arrive at the runners."""
 
     def __init__(
         self, parts: OnPolicyParts[OnPolicyRecipe], flow: GroupFlow, state: RunState, generator: GeneratorHandle,
@@ -50,13 +83,19 @@ class LentDevices:
         self._lanes: tuple[int, ...] = ()
         self._lent_at: float | None = None
         self._lend_s = self._recall_s = 0.0  # of the last time
-        self._lent_s = self._tokens = self._tokens_before = 0.0  # since the last `take_metrics`
+        self._lent_s = self._switch_s = self._tokens = self._tokens_before = 0.0  # since the last `take_metrics`
+        self._num_lendings = 0  # since then
         self.stream: EpisodeStream | None = None  # of lent generators that get episodes from the scheduler
 
     @property
     def switch_s(self) -> float:
         """Seconds that the last lending cost; 0 before the first."""
         return self._lend_s + self._recall_s
+
+    @property
+    def recall_s(self) -> float:
+        """Of these, seconds to recall them."""
+        return self._recall_s
 
     async def lend(self) -> None:
         """The devices generate from now on, with the learner's weights."""
@@ -78,6 +117,8 @@ class LentDevices:
             self._flow.note_lent({lent_name(rank): lanes for rank, lanes in enumerate(self._lanes)})
         self._lent_at = now_s()
         self._lend_s = self._lent_at - began
+        self._switch_s += self._lend_s
+        self._num_lendings += 1
 
     async def recall(self) -> None:
         """The devices are the learner's again. What was running there is given back before."""
@@ -97,6 +138,7 @@ class LentDevices:
         self.stream, self._reading = None, None
         ended = now_s()
         self._recall_s = ended - began
+        self._switch_s += self._recall_s
         if self._lent_at is not None:
             self._lent_s += began - self._lent_at
             self._lent_at = None
@@ -117,9 +159,11 @@ class LentDevices:
         metrics = {
             "lent_s": self._lent_s,
             "lent_tokens": self._tokens,
-            "switch_s": self.switch_s if self._lent_s else 0.0,
+            "switch_s": self._switch_s,
+            "lendings": float(self._num_lendings),
         }
-        self._lent_s = self._tokens = 0.0
+        self._lent_s = self._switch_s = self._tokens = 0.0
+        self._num_lendings = 0
         return metrics
 
     async def _generated(self) -> float:

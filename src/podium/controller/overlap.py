@@ -4,7 +4,8 @@
 Streams to the workers stay open over many steps. A task reads them; what it and the graders bring is told to the
 scheduler at once, and what that admits is sent at once. After an update the learner puts its weights into the object
 store, and is free for the next one. Every generator takes them from there while it generates. With layout elastic the
-learner's devices generate while the program waits for its next step. Generators join and leave at any time."""
+learner's devices generate while the program waits for its next step: they are lent and recalled while the other
+generators go on. Generators join and leave at any time."""
 
 from __future__ import annotations
 
@@ -19,12 +20,20 @@ from podium.controller.episodes import training_sampling
 from podium.controller.grading_queue import GradedPart, GradingQueue
 from podium.controller.group_flow import GroupFlow
 from podium.controller.ledger import GroupRecord, OpenGroupRecord
-from podium.controller.lent_devices import LentDevices, lent_rank
+from podium.controller.lent_devices import LentDevices, WaitClock, lent_rank
 from podium.controller.membership import GeneratorLeaves, GeneratorsReady, Membership, News
 from podium.controller.open_groups import SampledStep
 from podium.controller.overlap_meter import OverlapMeter, WaitsFor
 from podium.controller.parts import OnPolicyParts
-from podium.controller.scheduling import LearnerIdle, Lend, Recall, StepRequested, StopRequested, WeightsInstalled
+from podium.controller.scheduling import (
+    Event,
+    LearnerIdle,
+    LearnerWaits,
+    Lend,
+    StepRequested,
+    StopRequested,
+    WeightsInstalled,
+)
 from podium.controller.state import RunState
 from podium.errors import WorkerDiedError
 from podium.observe.causes import FOR_GENERATION, FOR_GRADING
@@ -67,7 +76,8 @@ class OverlapExecutor:
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         self._meter = OverlapMeter(self._flow, self._lent, has_runners=parts.roles.runner is not None)
-        self._waited_s = 0.0  # for the last step
+        self._waited_s = self._graded_s = 0.0  # for the last step, and of that for rewards alone
+        self._wait_clock = WaitClock(self._tell_waits)
         self._is_learning = self._is_waiting = self._is_lent = False  # the learner
         self._is_stopping, self._looks_s = False, 0.0  # whether the scheduler knows of a stop; when to look next
         self._installing: set[int] = set()  # engines
@@ -81,11 +91,13 @@ class OverlapExecutor:
         await self._until_stored()  # the learner's devices are idle from then on
         idle_since_s = now_s()
         if self._lent is not None:
-            await self._lend(self._lent)
+            self._tell_idle(self._lent)
         self._is_waiting = True
-        self._flow.tell(StepRequested())
-        self._send()
-        await self._until_step_is_ready()
+        self._tell(StepRequested())
+        try:
+            await self._until_step_is_ready()
+        finally:
+            self._wait_clock.end()
         self._waited_s = now_s() - idle_since_s
         self._is_learning, self._is_waiting = True, False
         self._note_idle()
@@ -232,15 +244,26 @@ class OverlapExecutor:
                 await self._storing
             self._raise_error()
 
+    def _tell_idle(self, lent: LentDevices) -> None:
+        """The learner's devices may be lent from now on, until the next step."""
+        measured = LearnerIdle(
+            episodes_per_s=self._meter.episodes_per_s, waited_s=self._waited_s, switch_s=lent.switch_s,
+            recall_s=lent.recall_s, graded_s=self._graded_s,
+        )  # fmt: skip
+        self._graded_s = 0.0
+        self._flow.tell(measured)
+        self._wait_clock.begin(lent.switch_s)
+
+    def _tell_waits(self, event: LearnerWaits) -> None:
+        try:
+            self._tell(event)
+        except Exception as error:
+            self._fail(error)
+
     async def _lend(self, lent: LentDevices) -> None:
-        """Lends the learner's devices if the scheduler finds it worth it."""
-        rate, waited_s = self._meter.episodes_per_s, self._waited_s
-        self._flow.tell(LearnerIdle(episodes_per_s=rate, waited_s=waited_s, switch_s=lent.switch_s))
-        if isinstance(self._flow.take_lending(), Lend):
-            self._is_lent = True
-            with self._parts.watch.span("lend"):
-                await lent.lend()
-            self._parts.watch.mark(LENT)
+        await lent.lend()
+        self._parts.watch.mark(LENT)
+        self._send()
 
     async def _recall(self, lent: LentDevices) -> None:
         await lent.recall()
@@ -339,6 +362,11 @@ class OverlapExecutor:
             self._is_stopping = True
             self._flow.tell(StopRequested())
 
+    def _tell(self, event: Event) -> None:
+        """Tells the scheduler, and carries out what follows."""
+        self._flow.tell(event)
+        self._send()
+
     def _send(self, *, is_repeated: bool = False) -> None:
         """Carries out what the scheduler decided. `is_repeated`: episodes of a lost worker are among it, which a pause
         waits for."""
@@ -348,8 +376,10 @@ class OverlapExecutor:
     def _carry_out(self, is_repeated: bool) -> None:
         self._to_install.update(publish.worker for publish in self._flow.take_publishes())
         self._publish()
-        if self._lent is not None and isinstance(self._flow.take_lending(), Recall):
-            self._start(self._recall, self._lent)
+        lending = self._flow.take_lending()
+        if self._lent is not None and lending is not None:
+            self._is_lent = True  # until it is recalled
+            self._start(self._lend if isinstance(lending, Lend) else self._recall, self._lent)
         if self._stream is None or self._is_finishing or (self._is_pausing and not is_repeated):
             return
         try:
@@ -444,16 +474,23 @@ class OverlapExecutor:
         return flow.is_step_ready
 
     async def _until_step_is_ready(self) -> None:
-        """What the learner waits for is accounted apart: episodes, or only their rewards."""
+        """What the learner waits for is accounted apart: episodes, only their rewards, or its devices."""
         flow, watch = self._flow, self._parts.watch
         self._raise_error()
         while not self._is_step_ready():
-            if flow.lacks_only_rewards:
+            if flow.lacks_only_devices:
+                with watch.span("lend"):
+                    await self._until(lambda: self._is_step_ready() or not flow.lacks_only_devices)
+            elif flow.lacks_only_rewards:
+                began_s = now_s()
                 with watch.span("grade"), watch.detail(FOR_GRADING):
                     await self._until(lambda: self._is_step_ready() or not flow.lacks_only_rewards)
+                self._graded_s += now_s() - began_s
             else:
                 with watch.span("wait"), watch.detail(FOR_GENERATION):
-                    await self._until(lambda: self._is_step_ready() or flow.lacks_only_rewards)
+                    await self._until(
+                        lambda: self._is_step_ready() or flow.lacks_only_rewards or flow.lacks_only_devices
+                    )
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Waits for workers and graders, which have their own deadlines."""

@@ -284,6 +284,7 @@ def _lending(metrics: Mapping[str, float]) -> dict[str, float]:
     return {
         "lending/lent_s": metrics["lent_s"],
         "lending/switch_s": metrics["switch_s"],
+        "lending/times": metrics["lendings"],
         "lending/tokens": metrics["lent_tokens"],
         "lending/gain": metrics["lent_tokens"] / max(1.0, own_tokens),
         "lending/moved_episodes": metrics["moved_episodes"],

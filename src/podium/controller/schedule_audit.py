@@ -27,6 +27,7 @@ from podium.controller.scheduling import (
     GroupGraded,
     GroupState,
     LearnerIdle,
+    LearnerWaits,
     Lend,
     Publish,
     Recall,
@@ -114,6 +115,7 @@ class _Record:
 class _Worker:
     version: int
     sent: int
+    is_lent: bool = False
     is_leaving: bool = False
 
 
@@ -130,7 +132,8 @@ class ScheduleAudit:
         self._updates = {version: 0}  # version -> number of updates before it
         self._version = version
         self._step, self._committed = step, step
-        self._is_stopping = self._are_lent = False
+        self._is_stopping = self._is_idle = False  # idle: the learner's devices, until the next step
+        self._devices: Literal["home", "leaving", "lent", "returning"] = "home"
         self._lent_version = version
         self._finished: list[GroupHistory] = []
 
@@ -180,7 +183,9 @@ class ScheduleAudit:
             case WorkerJoined():
                 if event.version not in self._updates:
                     self._broken("acknowledged weights", f"it has version {event.version}, which was never made", event)
-                self._workers[event.worker] = _Worker(version=event.version, sent=event.version)
+                self._workers[event.worker] = _Worker(
+                    version=event.version, sent=event.version, is_lent=event.is_lent
+                )  # fmt: skip
             case WorkerLost():
                 self._workers.pop(event.worker, None)
                 for group in self._groups.values():
@@ -202,9 +207,11 @@ class ScheduleAudit:
             case DevicesLent():
                 if event.version != self._version:
                     self._broken("acknowledged weights", f"the learner has version {self._version}", event)
-                self._are_lent, self._lent_version = True, event.version
+                self._devices, self._lent_version = "lent", event.version
             case DevicesReturned():
-                self._are_lent = False
+                self._devices = "home"
+            case LearnerIdle():
+                self._is_idle = True
             case GroupGraded():
                 group = self._live(event.group, event)
                 group.is_uniform = event.is_uniform
@@ -220,7 +227,7 @@ class ScheduleAudit:
                     worker.version = worker.sent = event.version
             case StopRequested():
                 self._is_stopping = True
-            case StepRequested() | LearnerIdle() | Continued():
+            case StepRequested() | LearnerWaits() | Continued():
                 pass
             case other:
                 assert_never(other)
@@ -350,10 +357,11 @@ class ScheduleAudit:
                 assert_never(other)
 
     def _check_lending(self, action: Lend | Recall, event: Event) -> None:
-        if isinstance(action, Lend) and self._step > self._committed:
-            self._broken("acknowledged weights", f"step {self._step} changes the weights of lent devices", event)
-        if self._are_lent != isinstance(action, Recall) or not self._settings.lends:
-            self._broken("acknowledged weights", f"{action}: the devices are elsewhere", event)
+        if isinstance(action, Lend) and not self._is_idle:
+            self._broken("acknowledged weights", f"the learner still uses its devices after step {self._step}", event)
+        if self._devices != ("home" if isinstance(action, Lend) else "lent") or not self._settings.lends:
+            self._broken("acknowledged weights", f"{action}: the devices are {self._devices}", event)
+        self._devices = "leaving" if isinstance(action, Lend) else "returning"
 
     def _admit(self, action: Admit, event: Event) -> None:
         worker = self._workers.get(action.worker)
@@ -369,6 +377,8 @@ class ScheduleAudit:
             self._broken("acknowledged weights", f"it is given to {action.worker}, which is not there", event, group)
         if worker.is_leaving:
             self._broken("conservation", f"it is given to {action.worker}, which leaves", event, group)
+        if worker.is_lent and self._devices == "returning":
+            self._broken("conservation", f"it is given to {action.worker}, which is recalled", event, group)
         if set(action.samples) & ({*group.ended, *group.waiting}) or not action.samples:
             self._broken("conservation", f"samples {action.samples} run or have ended already", event, group)
         if self._settings.staleness == 0 and (self._step > self._committed or worker.version != self._version):
@@ -389,9 +399,9 @@ class ScheduleAudit:
     def _start_step(self, action: StartStep, event: Event) -> None:
         if action.step != self._committed + 1 or action.step != self._step + 1:
             self._broken("conservation", f"step {action.step} is started after step {self._step}", event)
-        if self._are_lent:
+        if self._devices != "home":
             self._broken("acknowledged weights", "an update would change the weights of lent devices", event)
-        self._step = action.step
+        self._step, self._is_idle = action.step, False
         if len(action.groups) > self._settings.groups_per_step or len(set(action.groups)) != len(action.groups):
             self._broken("conservation", f"step {action.step} has {len(action.groups)} groups", event)
         for number in action.groups:

@@ -92,6 +92,11 @@ class LiveGroups:
         self._num_ended: Counter[int] = Counter()  # deadline -> of these groups
         self._claimed: deque[Iterator[int]] = deque()  # to be forgotten, by step
 
+    @property
+    def num_unfinished(self) -> int:
+        """Episodes that have not ended."""
+        return self._num_missing.total()
+
     def numbers(self) -> list[int]:
         """All that no step has claimed, ascending."""
         return sorted(

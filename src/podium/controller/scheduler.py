@@ -10,7 +10,8 @@ room for all groups that are due by then. A step takes graded groups with the ne
 after it have room for what it leaves. So no finished group is too old, and none is dropped for being slow. With S = 0 a
 step waits for all groups that were admitted for it: that is the synchronous program.
 
-With layout elastic the learner's devices generate while it waits: `lending` says when that is worth it. Episodes of a
+With layout elastic the learner's devices generate while it waits: `lending` says when that is worth it. It is decided
+anew with every event that may change it, so devices may be lent and recalled several times before a step. Episodes of a
 device that is recalled come back with their tokens, and continue on another one. So do those of a worker that leaves.
 Workers may join and leave at any time: those that are there share what may run.
 
@@ -26,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import assert_never
 
-from podium.controller.lending import Lending, to_give_back
+from podium.controller.lending import Lending, to_give_back, would_get
 from podium.controller.scheduled import FreeWorkers, LiveGroups, ScheduledGroup, ScheduledWorker
 from podium.controller.scheduling import (
     Action,
@@ -43,6 +44,7 @@ from podium.controller.scheduling import (
     GradeGroup,
     GroupGraded,
     LearnerIdle,
+    LearnerWaits,
     Lend,
     Publish,
     Recall,
@@ -67,6 +69,8 @@ _PUBLISH, _PLACE, _LOOK, _ADMIT, _GIVE_BACK, _VOID = 4, 4, 3, 20, 10, 4
 _CLAIMED_PER_US, _EPISODES_PER_US = 20, 4
 # Workers that are compared beside other work.
 _FEW = 64
+# Groups whose missing episodes are counted beside other work.
+_FEW_GROUPS = 256
 
 
 class GroupScheduler:
@@ -89,6 +93,7 @@ class GroupScheduler:
         self._free = FreeWorkers()
         self._to_place: dict[str, None] = {}  # workers whose place among the free ones may have changed
         self._share = 0  # most episodes of a worker, if it has that many lanes
+        self._num_own = self._own_lanes = 0  # workers that are neither lent nor leaving, and their lanes
         self._to_publish: deque[str] = deque()  # workers that may be behind, in order
         self._unsure: dict[int, None] = {}  # groups with tokens of versions that their worker had not acknowledged
         self._unacknowledged: int | None = None  # one of them that the next step waits for
@@ -102,6 +107,9 @@ class GroupScheduler:
         self._lending = Lending()
         self._spreading: Iterator[tuple[str, tuple[int, ...]]] | None = None  # what lent devices are to get
         self._is_first = False  # whether none of that was asked for yet
+        self._lent: dict[str, ScheduledWorker] = {}
+        self._moving: set[int] = set()  # episodes that workers were asked to give back, for that
+        self._is_even = False  # whether nothing was left to move to lent devices, and they have got nothing since
 
     def decide(self, event: Event) -> list[Action]:
         """Advances the state by one event and returns what to do now. Where the last action is `Continue`, there may be
@@ -124,10 +132,15 @@ class GroupScheduler:
             case EpisodesReturned():
                 self._take_back(event)
             case LearnerIdle():
-                actions += self._lend(event)
+                if self._settings.lends:
+                    self._lending.begin(event, self._own_lanes, self._num_missing())
+            case LearnerWaits():
+                self._lending.note_waited(event.waited_s, self._num_missing())
+                self._left -= len(self._groups) // _CLAIMED_PER_US
+                self._lending.looks_again = True
             case DevicesLent():
-                self._lending.state = "lent"
-                self._spreading, self._is_first = self._spread(), True
+                self._lending.state, self._lending.num_lent = "lent", len(self._lent)
+                self._begin_to_spread()
             case DevicesReturned():
                 self._lending.state = "home"
             case GroupGraded():
@@ -144,7 +157,7 @@ class GroupScheduler:
                 pass
             case other:
                 assert_never(other)
-        for part in (self._publish, self._start_step, self._admit, self._give_back):
+        for part in (self._publish, self._start_step, self._admit, self._give_back, self._change_sides):
             if self._left > 0:
                 actions += part()
         if self._left <= 0:
@@ -156,6 +169,11 @@ class GroupScheduler:
         """Whether the next step could start if all groups whose episodes have ended were graded, and cannot yet."""
         return self._live.num_ended > 0 and self._has_enough(with_ended=True) and not self._has_enough()
 
+    @property
+    def lacks_only_devices(self) -> bool:
+        """Whether the next step has enough groups and could start if the learner's devices were home."""
+        return self._is_requested and self._lending.state != "home" and self._has_enough()
+
     # --- events ---
 
     def _join(self, event: WorkerJoined) -> None:
@@ -164,6 +182,8 @@ class GroupScheduler:
         )
         self._remove(event.worker)
         self._workers[event.worker] = worker
+        if worker.is_lent:
+            self._lent[event.worker] = worker
         self._to_publish.append(event.worker)
         if self._gone.get(event.worker, -1) > event.version:  # what the one before it sampled is newer
             newer = [
@@ -176,6 +196,7 @@ class GroupScheduler:
         """Its running episodes wait for another worker. Those that have ended stay."""
         worker = self._remove(event.worker)
         for episode in sorted(worker.running) if worker is not None else ():
+            self._moving.discard(episode)
             number, sample = divmod(episode, self._settings.samples)
             attempts = self._groups[number].attempts
             attempts[sample] = attempts.get(sample, 0) + 1
@@ -198,6 +219,7 @@ class GroupScheduler:
             episode = each.group * self._settings.samples + each.sample
             if episode in worker.running:
                 worker.running.discard(episode)
+                self._moving.discard(episode)
                 self._note_newest(self._groups[each.group], worker, each.newest)
                 self._offer(each.group, each.sample)
         self._to_place[worker.name] = None
@@ -208,7 +230,9 @@ class GroupScheduler:
             return  # the worker was lost meanwhile, and the episode runs elsewhere
         if event.sample not in group.missing:
             return  # it has ended
-        worker.running.discard(event.group * self._settings.samples + event.sample)
+        episode = event.group * self._settings.samples + event.sample
+        worker.running.discard(episode)
+        self._moving.discard(episode)
         self._live.end(group, event.sample)
         self._note_newest(group, worker, event.newest)
         self._to_place[worker.name] = None
@@ -228,6 +252,7 @@ class GroupScheduler:
             self._live.drop(group)
             self._unsure.pop(group.number, None)
             insort(self._voided, group.number)
+            self._lending.looks_again = True  # another one takes its place
             yield Void(group=event.group, reason="uniform")
             return
         self._live.grade(group)
@@ -287,13 +312,13 @@ class GroupScheduler:
             return  # the worker's acknowledgement is on its way
         if self._lending.state != "home":
             if self._lending.state == "lent":
-                self._lending.state = "returning"
-                yield Recall()
+                yield self._recall()
             return  # the step needs the devices
         numbers = self._live.claim(taken)
         voided, self._voided = tuple(self._voided), []
         self._started, self._is_requested = step, False
         self._num_replaced = self._num_short = 0
+        self._lending.end()
         self._left -= (len(numbers) + len(voided)) // _CLAIMED_PER_US
         yield StartStep(step=step, groups=numbers, voided=voided)
 
@@ -329,6 +354,7 @@ class GroupScheduler:
                 continue  # its weights are too old: it comes back when it has newer ones
             first = group.number * self._settings.samples
             worker.running.update(first + sample for sample in group.waiting)
+            self._is_even = self._is_even and not worker.is_lent
             self._free.place(worker)
             self._left -= _ADMIT + len(group.waiting) // _EPISODES_PER_US
             for attempt in sorted({group.attempts.get(sample, 0) for sample in group.waiting}):
@@ -336,13 +362,69 @@ class GroupScheduler:
                 yield Admit(group=group.number, attempt=attempt, samples=samples, worker=worker.name)
             group.waiting.clear()
 
-    def _lend(self, event: LearnerIdle) -> Iterator[Action]:
-        """Lends the learner's devices if the next step waits for long enough."""
-        if not self._settings.lends or self._lending.state != "home" or self._is_over:
+    def _change_sides(self) -> Iterator[Action]:
+        """Lends the learner's devices when that is worth it, and recalls them early when it no longer is. What can be
+        admitted has been by then."""
+        lending = self._lending
+        if not lending.is_idle or self._is_over:
             return
-        if self._lending.is_worth_it(self._num_missing(), event):
-            self._lending.state = "leaving"
-            yield Lend()
+        if lending.state == "home" and (lending.looks_again or lending.lacked_work):
+            yield from self._lend()
+        elif lending.state == "lent" and self._is_requested:
+            yield from self._recall_early()
+
+    def _lend(self) -> Iterator[Action]:
+        """Lends the devices if there is something for them to do and the next step waits for long enough. Where the
+        first lacks, the next event may bring it; else it takes one that makes the wait longer."""
+        lending = self._lending
+        lending.lacked_work = not self._has_work_to_lend()
+        if lending.lacked_work:
+            return
+        lending.looks_again = True
+        if self._has_time_to_count():
+            lending.looks_again = False
+            if lending.is_worth_it(self._num_missing(), self._own_lanes):
+                lending.state = "leaving"
+                yield Lend()
+
+    def _recall_early(self) -> Iterator[Action]:
+        """Recalls devices that have nothing to do, unless it pays to move more to them, and those for which the step
+        would wait longer than for the rewards that it lacks."""
+        lending, settings = self._lending, self._settings
+        if lending.grades_within_recall and self.lacks_only_rewards and not settings.replaces_uniform:
+            yield self._recall()
+            return
+        if self._spreading is not None or self._moving or any(worker.running for worker in self._lent.values()):
+            return
+        if not self._lent and (self._live.num_unfinished or self._has_group()):
+            return  # episode runners ask them
+        if self._lent and not self._is_even:
+            if not self._has_time_to_count():
+                return
+            if lending.stays_worth_it(self._num_missing(), self._own_lanes):
+                self._begin_to_spread()
+                self._left = 0
+                return
+        yield self._recall()
+
+    def _recall(self) -> Recall:
+        lending, self._spreading = self._lending, None
+        lending.state, lending.looks_again, lending.lacked_work = "returning", False, False
+        return Recall()
+
+    def _has_work_to_lend(self) -> bool:
+        """Whether lent devices would get groups that no other worker takes, or a part of what the others run."""
+        self._rooms.clear()
+        return self._has_group() or would_get(self._live.num_unfinished, self._num_own, self._lending.num_lent)
+
+    def _has_time_to_count(self) -> bool:
+        """Whether this decision may count missing episodes. Where groups are many, that is all that a decision does."""
+        if len(self._groups) > _FEW_GROUPS and self._left < self._most_cost:
+            self._left = 0
+        return self._left > 0
+
+    def _begin_to_spread(self) -> None:
+        self._spreading, self._is_first, self._is_even = self._spread(), True, True
 
     def _give_back(self) -> Iterator[Action]:
         """Gives devices that were lent an even part of what is running, if no new groups could be admitted to them.
@@ -358,8 +440,10 @@ class GroupScheduler:
                 self._spreading = None
                 return
             name, episodes = found
+            self._is_even = False
             self._left -= _GIVE_BACK + len(episodes) // _EPISODES_PER_US
             if name in self._workers and not self._workers[name].is_leaving:
+                self._moving.update(episodes)
                 each = [divmod(episode, self._settings.samples) for episode in episodes]
                 attempts = ((number, sample, self._groups[number].attempts.get(sample, 0)) for number, sample in each)
                 yield GiveBack(worker=name, episodes=tuple(attempts))
@@ -396,6 +480,7 @@ class GroupScheduler:
 
     def _remove(self, name: str) -> ScheduledWorker | None:
         worker = self._workers.pop(name, None)
+        self._lent.pop(name, None)
         if worker is not None:
             self._free.remove(worker)
             self._gone[name] = max(worker.newest, self._gone.get(name, -1))
@@ -404,9 +489,13 @@ class GroupScheduler:
 
     def _deal_shares(self, joined: ScheduledWorker | None = None) -> None:
         """Workers get new weights one after the other. The first one must not take all groups that have room then."""
-        settings, num_workers = self._settings, sum(not worker.is_leaving for worker in self._workers.values())
+        settings = self._settings
+        own_lanes = [worker.lanes for worker in self._workers.values() if not (worker.is_leaving or worker.is_lent)]
+        if sum(own_lanes) != self._own_lanes:
+            self._lending.looks_again = True
+        self._num_own, self._own_lanes = len(own_lanes), sum(own_lanes)
         most_groups = settings.groups_per_step * (settings.staleness + 1)
-        share = -(-most_groups // max(1, num_workers)) * settings.samples
+        share = -(-most_groups // max(1, len(own_lanes) + len(self._lent))) * settings.samples
         if share != self._share:
             self._share = share
             self._to_place = dict.fromkeys(self._workers)

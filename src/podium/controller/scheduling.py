@@ -101,12 +101,22 @@ class WorkerLeft:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerIdle:
     """The learner's devices have nothing to do until the next step. Measured so far: episodes that ended per second in
-    the last step (0: none yet), how long the learner waited for it, and what it cost to lend devices and to recall
-    them (0: not known yet)."""
+    the last step (0: none yet); how long the learner waited for it, and how long of that for rewards alone; what it
+    cost to lend devices and to recall them, and to recall them (0: not known yet)."""
 
     episodes_per_s: float
     waited_s: float
     switch_s: float
+    recall_s: float = 0.0
+    graded_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerWaits:
+    """The learner's devices still have no step, `waited_s` after LearnerIdle. Told from time to time: the scheduler has
+    no clock."""
+
+    waited_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +180,7 @@ Event = (
     | EpisodesReturned
     | GroupGraded
     | LearnerIdle
+    | LearnerWaits
     | DevicesLent
     | DevicesReturned
     | StepRequested

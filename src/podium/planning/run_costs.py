@@ -328,9 +328,13 @@ def _measured(name: str, runs: Sequence[RunRecords]) -> tuple[float | None, str]
             both = [sum(values.get(f"time/{name}_s", 0.0) for name in names) for values in records.steps]
             return statistics.median(both) / 2, "half of time/residency_s, time/publish_s and time/other_s"
         if name == "switch" and layout == "elastic":
-            lent = [value for value in records.values("lending/switch_s") if value]
+            lent = [
+                values["lending/switch_s"] / max(1.0, values.get("lending/times", 1.0))
+                for values in records.steps
+                if values.get("lending/switch_s")
+            ]
             if lent:
-                return statistics.median(lent) / 2, "half of lending/switch_s"
+                return statistics.median(lent) / 2, "half of lending/switch_s each time"
         if name == "publish" and layout != "colocated":
             if records.is_synchronous:
                 return statistics.median(records.values("time/publish_s")), "time/publish_s"

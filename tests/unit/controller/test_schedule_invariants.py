@@ -19,7 +19,9 @@ from podium.controller.scheduling import (
     EpisodeEnded,
     Event,
     GroupGraded,
+    Lend,
     Publish,
+    Recall,
     ScheduleSettings,
     StartStep,
     StepCommitted,
@@ -87,6 +89,8 @@ def test_all_invariants_hold_where_devices_change_sides(part: int) -> None:
     worlds = _hold(range(part, FAST, PARTS), lends=True)
     assert sum(world.num_lent for world in worlds) > len(worlds)
     assert sum(world.num_moved for world in worlds) > len(worlds)
+    assert sum(len(set(world.lent_for)) < world.num_lent for world in worlds) > 10  # several times for one step
+    assert sum(world.num_early for world in worlds) > 50
 
 
 @pytest.mark.slow
@@ -250,6 +254,45 @@ class _StartsWithLentDevices(GroupScheduler):
         self._lending.state = state
 
 
+class _LendsWhileItLearns(GroupScheduler):
+    """Lends the learner's devices during an update."""
+
+    def _change_sides(self) -> Iterator[Action]:
+        if self._started > self._committed and self._lending.state == "home":
+            self._lending.state = "leaving"
+            yield Lend()
+        yield from super()._change_sides()
+
+
+class _LendsTwice(GroupScheduler):
+    """Lends devices that are on their way already."""
+
+    def _change_sides(self) -> Iterator[Action]:
+        if self._lending.state == "leaving":
+            yield Lend()
+        yield from super()._change_sides()
+
+
+class _RecallsTwice(GroupScheduler):
+    """Recalls devices that are on their way back."""
+
+    def _change_sides(self) -> Iterator[Action]:
+        if self._lending.state == "returning":
+            yield Recall()
+        yield from super()._change_sides()
+
+
+class _GivesToThoseItRecalls(GroupScheduler):
+    """Admits further groups to devices that are on their way back."""
+
+    def _admit(self) -> Iterator[Action]:
+        state = self._lending.state
+        if state == "returning":
+            self._lending.state = "lent"
+        yield from super()._admit()
+        self._lending.state = state
+
+
 class _GivesToThoseWhoLeave(GroupScheduler):
     """Admits further groups to a worker that leaves."""
 
@@ -292,6 +335,10 @@ def _world(settings: ScheduleSettings, scheduler: type[GroupScheduler], seed: in
         ("explicit cache", _PublishesUnderFinish, replace(ASYNC, on_new_weights="finish"), {}),
         ("synchronous at staleness 0", _RunsAhead, replace(ASYNC, staleness=0), {}),
         ("acknowledged weights", _StartsWithLentDevices, replace(ASYNC, lends=True), {"switch_s": 0.01}),
+        ("acknowledged weights", _LendsWhileItLearns, replace(ASYNC, lends=True), {"switch_s": 0.01}),
+        ("acknowledged weights", _LendsTwice, replace(ASYNC, lends=True), {"switch_s": 0.1}),
+        ("acknowledged weights", _RecallsTwice, replace(ASYNC, lends=True), {"switch_s": 0.1}),
+        ("conservation", _GivesToThoseItRecalls, replace(ASYNC, lends=True), {"switch_s": 3.0, "length_s": 20.0}),
         ("conservation", _TakesBackWhatEnded, replace(ASYNC, lends=True), {}),
         ("conservation", _GivesToThoseWhoLeave, ASYNC, {"leave_every_s": 1.0, "grace_s": 3.0}),
     ],

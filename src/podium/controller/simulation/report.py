@@ -39,6 +39,7 @@ class SimulationReport:
     committed_s: tuple[float, ...]  # when each simulated step was committed
     num_admitted: int  # groups, over the whole simulation
     num_moved: int  # episodes that went on on another device, over the whole simulation
+    num_lendings: int  # of the learner's devices, over the whole simulation
     num_events: int  # the scheduler was told, over the whole simulation
     counts: Mapping[GroupState, int]  # groups by state at the end, from the audit; empty without it
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
 
+from podium.controller.lending import LOOK_AGAIN
 from podium.controller.schedule_audit import ScheduleAudit
 from podium.controller.scheduler import GroupScheduler
 from podium.controller.scheduling import (
@@ -33,6 +34,7 @@ from podium.controller.scheduling import (
     GradeGroup,
     GroupGraded,
     LearnerIdle,
+    LearnerWaits,
     Lend,
     Publish,
     Recall,
@@ -104,7 +106,9 @@ class _Simulation:
         self._oldest_age = self._num_admitted = self._num_events = self._num_ended = self._num_moved = 0
         self._requested = 0.0, 0  # when a step was requested last, and how many episodes had ended
         self._waited_s = 0.0  # for the last step
-        self._is_lending = False
+        self._num_waits = self._num_lendings = 0
+        self._lacks_since_s: float | None = None  # since when the next step lacks rewards alone
+        self._lacked_s = self._graded_s = 0.0  # for how long it did before, and the last one did
         self._has_ended = False
 
     def run(self) -> SimulationReport:
@@ -141,6 +145,7 @@ class _Simulation:
             committed_s=tuple(self._committed_s),
             num_admitted=self._num_admitted,
             num_moved=self._num_moved,
+            num_lendings=self._num_lendings,
             num_events=self._num_events,
             counts={} if self._audit is None else dict(self._audit.counts),
         )
@@ -158,6 +163,8 @@ class _Simulation:
     def _decide(self, event: Event) -> list[Action]:
         self._num_events += 1
         actions = self._scheduler.decide(event)
+        if self._schedule.lends:
+            self._note_lacking()
         if self._audit is not None:
             self._audit.observe(event, actions)
             self._audit.take_finished()
@@ -181,7 +188,7 @@ class _Simulation:
             case EndRun():
                 self._has_ended = True
             case Lend():
-                self._is_lending = True
+                self._num_lendings += 1
                 self._at(self._now_s + self._costs.switch_s, self._lend)
             case Recall():
                 self._recall()
@@ -262,21 +269,44 @@ class _Simulation:
     # --- the learner's devices ---
 
     def _request_step(self) -> None:
-        """The program waits for its next step. Devices that are lent for that join before."""
+        """The program waits for its next step."""
+        self._num_waits += 1
         if self._schedule.lends:
             since_s, num_ended = self._now_s - self._requested[0], self._num_ended - self._requested[1]
             self._requested = self._now_s, self._num_ended
             rate = num_ended / since_s if since_s else 0.0
-            self._tell(LearnerIdle(episodes_per_s=rate, waited_s=self._waited_s, switch_s=2 * self._costs.switch_s))
-        if not self._is_lending:
-            self._tell(StepRequested())
+            switch_s = self._costs.switch_s
+            self._tell(
+                LearnerIdle(
+                    episodes_per_s=rate, waited_s=self._waited_s, switch_s=2 * switch_s, recall_s=switch_s,
+                    graded_s=self._graded_s,
+                )
+            )  # fmt: skip
+            if switch_s:
+                self._at(self._now_s + 2 * switch_s, partial(self._tell_waits, self._num_waits))
+        self._tell(StepRequested())
+
+    def _tell_waits(self, wait: int) -> None:
+        """The learner still waits. Told rarer and rarer, and no more when nothing else is left that could happen."""
+        if wait != self._num_waits or self._meter.learner != "waiting":
+            return
+        waited_s = self._now_s - self._requested[0]
+        if self._later:
+            self._at(self._requested[0] + LOOK_AGAIN * waited_s, partial(self._tell_waits, wait))
+        self._tell(LearnerWaits(waited_s=waited_s))
+
+    def _note_lacking(self) -> None:
+        lacks = self._scheduler.lacks_only_rewards and self._meter.learner == "waiting"
+        if lacks and self._lacks_since_s is None:
+            self._lacks_since_s = self._now_s
+        elif not lacks and self._lacks_since_s is not None:
+            self._lacked_s += self._now_s - self._lacks_since_s
+            self._lacks_since_s = None
 
     def _lend(self) -> None:
         for number in range(self._layout.num_learners):
             self._join(f"lent-{number}", is_lent=True)
         self._tell(DevicesLent(version=self._version))
-        self._is_lending = False
-        self._tell(StepRequested())
 
     def _recall(self) -> None:
         """Sequences go on elsewhere at once; the devices learn when they have changed sides."""
@@ -374,6 +404,7 @@ class _Simulation:
     def _start_step(self, action: StartStep) -> None:
         self._trained.append(action.groups)
         self._waited_s = self._now_s - self._requested[0]
+        self._graded_s, self._lacked_s, self._lacks_since_s = self._lacked_s, 0.0, None
         groups = [self._groups.pop(number) for number in action.groups]
         tokens = sum(sum(group.costs.tokens) for group in groups)
         if self._warm_up < action.step <= self._last:
