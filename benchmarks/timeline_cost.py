@@ -21,7 +21,7 @@ from pathlib import Path
 from podium.cluster.identity import WorkerId
 from podium.cluster.spans import SpanRecorder
 from podium.observe import Stopwatch, read_metrics
-from podium.observe.timeline import TimelineFile, TimelineSpan, read_timeline, timeline_file
+from podium.observe.timeline import TimelineFile, TimelineSpan, engine_steps, read_timeline, timeline_file
 from podium.rollout.engine import Load
 
 COUNT = 5_000
@@ -99,7 +99,7 @@ def share_of_step(run: Path, found: dict[str, float]) -> str:
     """Of a finished run: spans in a step, and their share of its time."""
     steps = [line.values["step_s"] for line in read_metrics(run / "metrics.jsonl") if "step_s" in line.values]
     step_s, spans = statistics.median(steps), list(read_timeline(run))
-    generating_s = sum(span.end_s - span.begin_s for span in spans if span.values is not None)
+    generating_s = sum(each.end_s - each.begin_s for each in engine_steps(spans))
     each_us = found["a span of a worker, sent and received"] + found["a span written to the timeline"]
     looks_us = generating_s / LOOK_EVERY_S * found["a look at an engine, with its summaries"]
     cost_s = (len(spans) * each_us + looks_us) / 1e6 / len(steps)

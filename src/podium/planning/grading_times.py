@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from podium.controller.grading_queue import MOST_QUEUED
-from podium.observe.timeline import TimelineSpan
+from podium.observe.timeline import EPISODES, TimelineSpan
 
 # How much later a batch ends for each second that it waits for earlier ones: 1 where a grader works on one at a time,
 # 0 where it works on all of them. Between, the nearer one counts.
@@ -54,10 +54,12 @@ def _waits(spans: Sequence[TimelineSpan]) -> list[tuple[float, float, int]]:
 
 
 def own_lengths_s(spans: Iterable[TimelineSpan]) -> list[float]:
-    """What each batch took a grader that works on one at a time: since the end of the one before it, if it waited."""
+    """What an episode of each batch took a grader that works on one batch at a time: since the end of the one before
+    it, if it waited. Runs of earlier versions did not record how many episodes a batch has; then it is one."""
     found, until_s = [], -math.inf
     for span in sorted(spans, key=lambda each: each.end_s):
-        found.append(span.end_s - max(span.begin_s, until_s))
+        episodes = (span.values or {}).get(EPISODES, 1.0)
+        found.append((span.end_s - max(span.begin_s, until_s)) / max(1.0, episodes))
         until_s = span.end_s
     return found
 

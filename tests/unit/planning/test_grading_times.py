@@ -59,6 +59,8 @@ def test_what_a_batch_took_is_without_its_wait() -> None:
     assert own_lengths_s(spans((0, 2), (1, 3), (1.5, 6), (8, 9))) == [2.0, 1.0, 3.0, 1.0]
     lengths = [0.5, 2.0, 1.0, 4.0, 0.25]
     assert own_lengths_s(queued(lengths, 2, one_by_one=True)) == lengths
+    batch = TimelineSpan("graders[0]@node/cpu#0", "grader.grade", 1.0, 3.0, {"episodes": 4})
+    assert own_lengths_s([batch]) == [0.5]
 
 
 def test_a_grader_works_while_it_has_a_batch() -> None:
