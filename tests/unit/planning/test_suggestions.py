@@ -318,6 +318,27 @@ def test_signs_in_the_metrics(tmp_path: Path, last: dict[str, float], text: str)
     assert text in found
 
 
+def test_training_that_solves_what_heldout_answers_do_not(tmp_path: Path) -> None:
+    """The share of solved held-out answers has not fallen: it was never there. Of 64 prompts, 0.5 has an error of
+    0.0625, so that the difference has to be above 0.3 + 0.1875."""
+    recipe = simulated_recipe(tmp_path)
+    learned = steps(groups__solve_rate=1.0, reward__mean=1.0)
+
+    def found(*solved: float, at: int = 8) -> str | None:
+        evaluations = [(at - 2 * len(solved) + 2 * (n + 1), {"heldout/solved": each}) for n, each in enumerate(solved)]
+        return alarm_of(recipe, learned, evaluations)
+
+    text = found(0.0, 0.0)
+    assert text is not None
+    assert text.startswith("100% of the training episodes are solved, and 0% of the held-out answers at step 8")
+    assert "the reward may pay for something else" in text
+    assert found(0.0) == text
+    assert found(0.5) is not None
+    assert found(0.55) is None
+    assert found(0.6, 0.7) is None
+    assert found(0.3, at=6) is None  # half of the training episodes were solved then
+
+
 def test_an_alarm_is_said_instead_of_a_suggestion(tmp_path: Path) -> None:
     run = ran(tmp_path, replace(QUICK, grading_s=LogNormal(median=4.0), graders=2), grading={"workers": 2})
     rewrite(run, lambda step: {"response/mean": 1_000.0 if step > 8 else 90.0})
