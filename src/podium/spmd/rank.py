@@ -127,9 +127,10 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
             raise
         report_restart(where, folder, console, 0 if begin is None else begin.step)
         try:
-            program = task.load_program(recipe.program)
-            with named_program(recipe, folder, is_followed=where.is_followed):
-                program(run)
+            with run.before_steps():
+                program = task.load_program(recipe.program)
+                with named_program(recipe, folder, is_followed=where.is_followed):
+                    program(run)
             run.require_finished()
         except Exception as error:
             _save_before_failing(run, error, where, folder, lambda: stop is not None and stop.signalled)
