@@ -121,16 +121,16 @@ def served(runs: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 @contextmanager
-def opened(address: str, tab: str) -> Iterator[None]:
+def opened(address: str, tab: str, run: str = "run0") -> Iterator[None]:
     """A page of the run: a stream of events, and the requests of a tab."""
     ended = threading.Event()
-    base = f"{address}api/runs/run0"
+    base = f"{address}api/runs/{run}"
     names = "loss,reward/mean,m3,m4,m5,m6"
     for path in ("", f"/metrics?names={names}&points=1000"):
         urllib.request.urlopen(base + path, timeout=120).read()
 
     def listen() -> None:
-        with urllib.request.urlopen(f"{address}api/events?run=run0", timeout=120) as stream:
+        with urllib.request.urlopen(f"{address}api/events?run={run}", timeout=120) as stream:
             while not ended.is_set():
                 stream.readline()
 

@@ -6,7 +6,8 @@
 
 All predictions are made and printed before anything is measured. The workloads are those of sft_gpu.py and grpo.py,
 each in a process of its own, the first `--warmup` steps left out, medians over the others. The peak of the memory is
-what all processes hold of the device together, looked at 100 times a second; SFT has the peak of torch's allocator too.
+what all processes hold of the device together, looked at 100 times a second; SFT has the peaks of
+torch's allocator too: the rest of the device's peak, beyond what is reserved, is the context of CUDA and its libraries.
 On CPU no memory is measured. A device that is not calibrated has the table's shares, which come from an H200.
 """
 
@@ -223,6 +224,7 @@ def run_one(case: Case, out: Path) -> None:
             import torch
 
             found["allocated bytes"] = float(torch.cuda.max_memory_allocated())
+            found["reserved bytes"] = float(torch.cuda.max_memory_reserved())
     out.write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from podium.cluster.identity import WorkerId
 from podium.cluster.spans import SpanRecorder
 from podium.observe import Stopwatch, read_metrics
-from podium.observe.timeline import TimelineFile, TimelineSpan, read_timeline, timeline_file
+from podium.observe.timeline import TimelineFile, TimelineSpan, engine_steps, read_timeline, timeline_file
 from podium.rollout.engine import Load
 
 COUNT = 5_000
@@ -95,16 +95,26 @@ def costs(turns: int) -> dict[str, float]:
     }
 
 
-def share_of_step(run: Path, found: dict[str, float]) -> str:
-    """Of a finished run: spans in a step, and their share of its time."""
-    steps = [line.values["step_s"] for line in read_metrics(run / "metrics.jsonl") if "step_s" in line.values]
-    step_s, spans = statistics.median(steps), list(read_timeline(run))
-    generating_s = sum(span.end_s - span.begin_s for span in spans if span.values is not None)
+def log_s(run: Path, found: dict[str, float]) -> float:
+    """Seconds of processor time that the spans of a step of a finished run have cost."""
+    spans = list(read_timeline(run))
+    generating_s = sum(each.end_s - each.begin_s for each in engine_steps(spans))
     each_us = found["a span of a worker, sent and received"] + found["a span written to the timeline"]
     looks_us = generating_s / LOOK_EVERY_S * found["a look at an engine, with its summaries"]
-    cost_s = (len(spans) * each_us + looks_us) / 1e6 / len(steps)
+    return (len(spans) * each_us + looks_us) / 1e6 / len(steps_s(run))
+
+
+def steps_s(run: Path) -> list[float]:
+    """Seconds of its steps."""
+    return [line.values["step_s"] for line in read_metrics(run / "metrics.jsonl") if "step_s" in line.values]
+
+
+def share_of_step(run: Path, found: dict[str, float]) -> str:
+    """Of a finished run: spans in a step, and their share of its time."""
+    steps, num_spans = steps_s(run), sum(1 for _ in read_timeline(run))
+    step_s, cost_s = statistics.median(steps), log_s(run, found)
     return (
-        f"{run}: {len(spans) / len(steps):.0f} spans in a step of {step_s * 1e3:.0f} ms (median of {len(steps)}): "
+        f"{run}: {num_spans / len(steps):.0f} spans in a step of {step_s * 1e3:.0f} ms (median of {len(steps)}): "
         f"{cost_s * 1e6:.0f} us, {cost_s / step_s:.3%} of it"
     )
 

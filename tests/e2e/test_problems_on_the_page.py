@@ -18,7 +18,9 @@ import pytest
 from helpers import problem_runs
 from helpers.on_policy import rl_recipe
 from helpers.workspace import Workspace
-from podium.planning.suggestion import ALARM, SUGGESTION, suggestion_lines
+from podium.planning.run_costs import estimate_costs
+from podium.planning.run_records import read_records
+from podium.planning.suggestion import ALARM, SUGGESTION, suggest, suggestion_lines
 from podium.ui.server import PageServer
 
 pytestmark = pytest.mark.slow
@@ -127,6 +129,45 @@ def test_a_slow_reward_of_a_real_run_is_named(workspace: Workspace) -> None:
     assert outcome.code == 0, outcome
     found = findings(workspace.path / "runs" / "sums")
     assert named(found) == {"slow grader"}, found
+
+
+def test_more_graders_save_in_a_real_run_what_was_predicted(workspace: Workspace) -> None:
+    """16 calls of 0.25 s a step, by one grader and by two: 4 s and 2 s, beside a generation that takes far less. What
+    is saved is within a quarter of the prediction, on a machine that does other things too."""
+    (workspace.path / "slow.py").write_text(SLOW_REWARD.replace("0.05", "0.25"))
+    means: list[float] = []
+    for graders in (1, 2):
+        recipe = rl_recipe(
+            workspace, steps=6, reward=[{"function": "slow.py:slow"}], grading={"workers": graders},
+            run={"name": f"graders-{graders}"},
+        )  # fmt: skip
+        outcome = workspace.podium("train", recipe)
+        assert outcome.code == 0, outcome
+        if graders == 1:
+            assert "grading.workers 1 → 2 saves about" in outcome.out + outcome.err
+        means.append(read_records(workspace.path / "runs" / f"graders-{graders}").step_s)
+    found = suggest(estimate_costs(read_records(workspace.path / "runs" / "graders-1")), budget_s=60.0)
+
+    assert found is not None
+    assert found.base.changes_to(found.change) == {"grading.workers": ("1", "2")}
+    assert found.saved_s == pytest.approx(means[0] - means[1], rel=0.25)
+
+
+def test_a_wrong_reward_of_a_real_run_is_named_first(workspace: Workspace) -> None:
+    """It pays for digits, which no held-out answer is right by. The policy has learned that before the first
+    evaluation, and its entropy has fallen too."""
+    rows = (workspace.path / "train.jsonl").read_text().splitlines()
+    (workspace.path / "heldout.jsonl").write_text("".join(f"{row}\n" for row in rows[:32]))
+    recipe = rl_recipe(
+        workspace, steps=30, optimizer={"lr": 1e-2}, rollout={"max_new_tokens": 12},
+        data={"train": [{"path": "train.jsonl"}], "heldout": [{"path": "heldout.jsonl"}]},
+        evaluation={"every": 15, "generation": {"prompts": 32, "score": "exact_match"}},
+    )  # fmt: skip
+    outcome = workspace.podium("train", recipe)
+    assert outcome.code == 0, outcome
+    found = findings(workspace.path / "runs" / "sums")
+    assert "wrong reward" in named(found), found
+    assert "the reward may pay for something else" in found[0]["text"]
 
 
 def test_nothing_is_alarming_in_a_real_run(workspace: Workspace) -> None:

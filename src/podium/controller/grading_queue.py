@@ -20,7 +20,7 @@ from podium.roles.stages import Rollouts
 _MOST_OPEN = 4
 # The same where it grades one episode after the other: one batch that it works on, and the next. Each takes about so
 # long, or is a single episode: what a grader has not got yet is graded by the next one that is free.
-_MOST_QUEUED, _BATCH_S = 2, 0.05
+MOST_QUEUED, _BATCH_S = 2, 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,7 +69,7 @@ class GradingQueue:
 
     def _send(self) -> None:
         """Shares what waits among the graders that have room."""
-        most = _MOST_OPEN if self._overlaps else _MOST_QUEUED
+        most = _MOST_OPEN if self._overlaps else MOST_QUEUED
         while self._waiting and min(self._open) < most:
             free = [rank for rank, count in enumerate(self._open) if count < most]
             rank = min(free, key=lambda each: self._num_open[each])

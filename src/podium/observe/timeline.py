@@ -31,6 +31,8 @@ CONTROLLER = "controller"
 STEPS, TAIL = "steps", "tail"
 """Inner spans of generators with summaries of engine steps. `tail`: at most half of the sequences are left, and none
 waits."""
+EPISODES = "episodes"
+"""A number about a grader's batch."""
 _WORKER = re.compile(r"(.+)\[(\d{1,18})\]@.*#(\d{1,18})")
 _RANK = re.compile(r"rank (\d{1,18})")
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ _LENGTHS, _TRUNCATED = 2.5, 0.5  # times the first length; share of episodes
 _KL_TIMES, _KL = 5.0, 0.05
 _SOLVED = 0.1  # share of solved episodes that is lost while the reward rises
 _HELDOUT, _ERRORS = 0.05, 3.0  # share of solved held-out answers that is lost, and standard errors of the difference
+_UNLIKE = 0.3  # share of solved episodes by which training may be better than held-out answers, beside those errors
 _STALE_KL, _STALE_ESS = 0.05, 0.7  # of the weights that sampled
 
 Metrics = Mapping[str, float]
@@ -46,7 +48,8 @@ def alarms_of(
     yield from _divergence(first, last)
     yield from _gap(recipe, last)
     yield from _stale(last)
-    yield from _heldout(recipe, first, last, heldout)
+    fallen = list(_heldout(recipe, first, last, heldout))
+    yield from fallen or _unlike_heldout(recipe, steps, count, heldout)
     yield from _entropy(first, last)
     yield from _lengths(first, last)
     yield from _reward(first, last)
@@ -90,9 +93,7 @@ def _heldout(
     if len(found) < 2:
         return
     (step, now), (best_step, best) = found[-1], max(found, key=lambda each: each[1])
-    generation = recipe.evaluation.generation if isinstance(recipe, OnPolicyRecipe) else None
-    count = (generation.prompts if generation is not None else None) or _PROMPTS
-    error = math.sqrt((best * (1 - best) + now * (1 - now)) / count)
+    error = math.sqrt((best * (1 - best) + now * (1 - now)) / _num_prompts(recipe))
     if not best - now > max(_HELDOUT, _ERRORS * error):  # also where one is not finite
         return
     fall = f"{best:.0%} of the held-out answers were solved at step {best_step}, and {now:.0%} are at step {step}"
@@ -102,6 +103,32 @@ def _heldout(
             f", while the reward rose from {reward_before:.3g} to {reward:.3g}: the reward may pay for something else"
         )
     yield fall
+
+
+def _unlike_heldout(
+    recipe: Recipe, steps: Sequence[tuple[int, Metrics]], count: int, evaluations: Sequence[tuple[int, Metrics]]
+) -> Iterator[str]:
+    """In the steps before an evaluation many more episodes are solved than held-out answers in it: an evaluation at the
+    begin, from which the share could have fallen, may be missing, or nothing was ever solved."""
+    found = [(step, values["heldout/solved"]) for step, values in evaluations if "heldout/solved" in values]
+    if not found:
+        return
+    step, now = found[-1]
+    end = bisect.bisect_right(steps, step, key=lambda each: each[0])
+    solved = _median([values for _, values in steps[max(0, end - count) : end]], "groups/solve_rate")
+    error = math.sqrt(now * (1 - now) / _num_prompts(recipe))
+    if solved is None or not solved - now > _UNLIKE + _ERRORS * error:
+        return
+    yield (
+        f"{solved:.0%} of the training episodes are solved, and {now:.0%} of the held-out answers at step {step}: the "
+        "reward may pay for something else, or the policy knows the training prompts by heart"
+    )
+
+
+def _num_prompts(recipe: Recipe) -> int:
+    """Of an evaluation."""
+    generation = recipe.evaluation.generation if isinstance(recipe, OnPolicyRecipe) else None
+    return (generation.prompts if generation is not None else None) or _PROMPTS
 
 
 def _stale(last: Sequence[Metrics]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import Literal
 from podium.controller.simulation.costs import CostModel, GenerationCost, LogNormal, UpdateCost
 from podium.controller.simulation.report import SimulationReport
 from podium.errors import RunFolderError
-from podium.observe.timeline import TimelineSpan
+from podium.planning.grading_times import grades_one_by_one, own_lengths_s, working_s
 from podium.planning.prediction import (
     WHOLE,
     Configuration,
@@ -46,8 +46,6 @@ _TRIMMED = 10
 _MOST_CONSTANT = 0.5
 # And the most of a generation that is there before its first token.
 _MOST_LATENCY = 0.1
-# The part of overlapping batches that end later by a whole grading, from which on a grader works on one at a time.
-_ONE_BY_ONE, _WHOLE = 0.75, 0.6
 # How far a simulation may be from the run so that it can say what another configuration would do.
 _REPRODUCED = 0.15
 
@@ -249,54 +247,34 @@ def _update(records: RunRecords) -> tuple[UpdateCost, list[Estimate]]:
 
 
 def _grading(records: RunRecords) -> tuple[LogNormal, int | None, list[Estimate]]:
-    spans = [span for each in records.gradings.values() for span in each]
-    if not spans:
+    begin_s, end_s = records.window
+    measured = [span for each in records.gradings.values() for span in each if begin_s <= span.begin_s < end_s]
+    if not measured:
         seconds = statistics.median(records.values("time/grade_s"))
         how = "time/grade_s: no grader has a timeline"
         estimate = Estimate(name="grading, an episode", value=seconds, unit="s", how=how, quality="assumed")
         return LogNormal(median=seconds), None, [estimate]
-    lengths = sorted(span.end_s - span.begin_s for span in spans)
     if grades_one_by_one(records.gradings):
-        busy_s = sum(_union_s(each) for each in records.gradings.values())
-        seconds = busy_s / (records.num_episodes * len(records.steps))
+        busy_s = sum(working_s(each, records.window) for each in records.gradings.values())
+        mean_s = busy_s / (records.num_episodes * len(records.steps))
+        sigma, _ = _spread([each for spans in records.gradings.values() for each in own_lengths_s(spans)])
         how = "time of graders at work over episodes: each grades one at a time"
-        found = LogNormal(median=seconds)
+        found = LogNormal(median=mean_s / math.exp(sigma**2 / 2), sigma=sigma)
+        seconds = mean_s
         graders: int | None = records.configuration().graders
     else:
-        seconds = statistics.median(lengths)
-        low, high = (lengths[min(len(lengths) - 1, int(len(lengths) * part))] for part in (0.16, 0.84))
-        sigma = math.log(high / low) / 2 if low > 0 else 0.0
+        lengths = [span.end_s - span.begin_s for span in measured]
+        sigma, seconds = _spread(lengths)
         how, graders = "length of graders' calls: a grader works on many at a time", None
-        found = LogNormal(median=seconds, sigma=sigma, cap=lengths[-1])
+        found = LogNormal(median=seconds, sigma=sigma, cap=max(lengths))
     return found, graders, [Estimate(name="grading, an episode", value=seconds, unit="s", how=how)]
 
 
-def grades_one_by_one(gradings: Mapping[str, Sequence[TimelineSpan]]) -> bool:
-    """Whether a batch that a grader gets while it has another one ends a whole grading later than that. Without such
-    batches it does not matter; then it is so."""
-    alone: list[float] = []  # lengths of batches that a grader got while it had none
-    later: list[float] = []  # how much later others ended than the one before them
-    for spans in gradings.values():
-        busy_s = -math.inf
-        for span in sorted(spans, key=lambda each: each.end_s):
-            if span.begin_s < busy_s:
-                later.append(span.end_s - busy_s)
-            else:
-                alone.append(span.end_s - span.begin_s)
-            busy_s = span.end_s
-    if not later:
-        return True
-    single_s = statistics.median(alone)
-    return statistics.fmean(each >= _WHOLE * single_s for each in later) >= _ONE_BY_ONE
-
-
-def _union_s(spans: Sequence[TimelineSpan]) -> float:
-    """Seconds in which at least one of them lasts."""
-    total_s, until_s = 0.0, -math.inf
-    for span in sorted(spans, key=lambda each: each.begin_s):
-        total_s += max(0.0, span.end_s - max(span.begin_s, until_s))
-        until_s = max(until_s, span.end_s)
-    return total_s
+def _spread(lengths_s: Sequence[float]) -> tuple[float, float]:
+    """Sigma of the log-normal distribution with as much between the 16th and the 84th percentile, and the median."""
+    ordered = sorted(lengths_s)
+    low, high = (ordered[min(len(ordered) - 1, int(len(ordered) * part))] for part in (0.16, 0.84))
+    return math.log(high / low) / 2 if low > 0 else 0.0, statistics.median(ordered)
 
 
 # --- weights and devices ---

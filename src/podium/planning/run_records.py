@@ -47,7 +47,8 @@ class RunRecords:
     first: int  # number of the first of them
     groups: tuple[tuple[float, ...], ...]  # sampled tokens of each episode, in the order of the run's prompts
     num_before: int  # steps whose groups are the first of these: they fill the pipeline of a simulation
-    gradings: Mapping[str, Sequence[TimelineSpan]]  # by grader, in these steps
+    gradings: Mapping[str, Sequence[TimelineSpan]]  # by grader, of all steps that the timeline has
+    window: tuple[float, float]  # when these steps were
     start_s: float
     kind: Literal["cpu", "cuda"] = "cpu"  # of its devices
     engine_steps: tuple[EngineSteps, ...] = ()  # summaries of all engines, in these steps
@@ -138,7 +139,8 @@ def read_records(path: Path, spans: Sequence[TimelineSpan] | None = None) -> Run
         first=kept[0][0],
         groups=groups,
         num_before=num_before,
-        gradings=_gradings(spans, window),
+        gradings=_gradings(spans),
+        window=window,
         start_s=started,
         kind=device_kind_of(recipe, spans),
         engine_steps=tuple(each for each in engine_steps(spans) if window[0] <= each.begin_s < window[1]),
@@ -296,11 +298,11 @@ def _window(spans: Sequence[TimelineSpan], count: int, skipped: int) -> tuple[fl
     return (ends[-count - 1], ends[-1]) if len(ends) > count else (float("-inf"), float("inf"))
 
 
-def _gradings(spans: Sequence[TimelineSpan], window: tuple[float, float]) -> dict[str, list[TimelineSpan]]:
-    """What graders did in these steps."""
+def _gradings(spans: Sequence[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
+    """What graders did."""
     found: dict[str, list[TimelineSpan]] = {}
     for span in spans:
-        if span.name == _GRADE and window[0] <= span.begin_s < window[1]:
+        if span.name == _GRADE:
             found.setdefault(span.worker, []).append(span)
     return found
 

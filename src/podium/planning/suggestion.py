@@ -125,7 +125,7 @@ def suggest(
     ):
         if not run.part.can_have(candidate):
             continue
-        if clock() - began_s > budget_s:
+        if found and clock() - began_s > budget_s:  # the first one is looked at on a busy machine too
             break
         after = _repeated(run, candidate)
         found.append((1 - after.step_s / base.step_s, after))
@@ -138,7 +138,7 @@ def suggest(
         base=run.configuration,
         saved_s=gain * run.measured_step_s,
         step_s=run.measured_step_s,
-        reason=_reason(base, after),
+        reason=_reason(run, base, after),
         part=run.part,
         has_turns=run.has_turns and after.configuration.graders == run.configuration.graders,
     )
@@ -180,18 +180,27 @@ def _age_penalty(configuration: Configuration, base: Configuration) -> float:
     return _FRESH if configuration.staleness > base.staleness else 1.0
 
 
-def _reason(base: Prediction, after: Prediction) -> str:
-    """Who waits for what, where the change takes most of it away."""
+def _reason(run: RunCosts, base: Prediction, after: Prediction) -> str:
+    """Who waits for what, where the change takes most of it away. Of more graders, what they are short of: while
+    generators are slowed down by the episodes that wait for grading, learners wait for both."""
     waits = [("generators", cause, share, after.generator_idle) for cause, share in base.generator_idle.items()]
     waits += [("learners", cause, share, after.learner_idle) for cause, share in base.learner_idle.items()]
+    has_more_graders = after.configuration.graders > base.configuration.graders
     lost = [
         (share * base.step_s - later.get(cause, 0.0) * after.step_s, who, cause, share)
         for who, cause, share, later in waits
+        if cause == "grading" or not has_more_graders
     ]
-    if not lost:
-        return ""
-    saved_s, who, cause, share = max(lost)
-    return f"{who} wait {share:.0%} for {WAITS[cause]}" if saved_s > _IDLE * base.step_s else ""
+    saved_s, who, cause, share = max(lost, default=(0.0, "", "", 0.0))
+    if saved_s > _IDLE * base.step_s:
+        return f"{who} wait {share:.0%} for {WAITS[cause]}"
+    return f"graders are at work {_grading_share(run, base):.0%} of the time" if has_more_graders else ""
+
+
+def _grading_share(run: RunCosts, base: Prediction) -> float:
+    """Of the time of the graders, where each takes one episode at a time."""
+    graders_s = base.configuration.graders * run.measured_step_s
+    return min(1.0, run.costs.grading_s.median * run.workload.episodes / graders_s)
 
 
 def _seconds(seconds: float) -> str:

@@ -17,6 +17,7 @@ from podium.cluster.results import Span
 from podium.data.trajectories import Ints
 from podium.environments.grading import MOST_HANGING
 from podium.errors import ClusterError, DeadlineError, WorkerDiedError
+from podium.observe.timeline import EPISODES
 from podium.roles.carriers import Floats, GradeNote, GraderFacts, GradeShard, Residency
 from podium.roles.grader import Grader, Purpose
 from podium.roles.handles import PHASE_S
@@ -157,7 +158,8 @@ class GraderHandle:
             group = self._group.within(self._deadline_of(rank))
             note: GradeNote = (await group.control_one(rank, Grader.grade, shard, purpose)).value
             # Replies of control calls have no spans, and a grader at work is not idle.
-            self._workers.record([Span("grader.grade", began_s, wall_s(), worker)])
+            values = {EPISODES: float(len(shard.rows))}
+            self._workers.record([Span("grader.grade", began_s, wall_s(), worker, values)])
             return note
 
         note = await self._tried(rank, grade)

@@ -131,10 +131,11 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
             raise
         report_restart(where, folder, console, 0 if begin is None else begin.step)
         try:
-            with waiting_at_most(_START_S):
-                program = task.load_program(recipe.program)
-            with named_program(recipe, folder, is_followed=where.is_followed):
-                program(run)
+            with run.before_steps():
+                with waiting_at_most(_START_S):
+                    program = task.load_program(recipe.program)
+                with named_program(recipe, folder, is_followed=where.is_followed):
+                    program(run)
             run.require_finished()
         except Exception as error:
             _save_before_failing(run, error, where, folder, lambda: stop is not None and stop.signalled)

@@ -97,6 +97,7 @@ class SpmdRun(Generic[RecipeT_co]):
         self._last_loss: float | None = None
         self._evaluation: Evaluation | None = None
         self._is_finished = False
+        self._before_steps = contextlib.ExitStack()
         self._is_ending = False
         self._save_failure: SaveFailure | None = None  # of the last save
         self._is_folder_lost = False  # rank 0 had to make the run folder again, and the others do not know yet
@@ -127,6 +128,13 @@ class SpmdRun(Generic[RecipeT_co]):
         return self._parts.max_tokens
 
     @contextmanager
+    def before_steps(self) -> Iterator[None]:
+        """For a program: its time until it asks for steps belongs to the start. It opens references and teachers."""
+        with self._before_steps:
+            self._before_steps.enter_context(self._parts.watch.span("start-up"))
+            yield
+
+    @contextmanager
     def preparing(self, what: str) -> Iterator[Callable[[str], None]]:
         """A context for work before the first step, which is reported and timed; yields a function that reports
         progress."""
@@ -143,6 +151,7 @@ class SpmdRun(Generic[RecipeT_co]):
         """Yields the remaining steps. `measure` computes metrics of held-out examples; `averages` turns the sums of a
         step's tally into metrics, of which the console shows `shown` before the loss. A run that only evaluates does so
         once, and yields no step."""
+        self._before_steps.close()
         self._measure, self._averages, self._shown = measure, averages, shown
         if self._parts.evaluates_only:
             self._evaluate()

@@ -12,9 +12,9 @@ import pytest
 from helpers.simulated_runs import COSTS, simulated, simulated_recipe
 from podium.controller.simulation.costs import CostModel, GenerationCost, LogNormal, UpdateCost
 from podium.errors import RunFolderError
-from podium.observe.timeline import EngineSteps, TimelineSpan
+from podium.observe.timeline import EngineSteps
 from podium.planning.prediction import predict
-from podium.planning.run_costs import RunCosts, estimate_costs, fit_line, grades_one_by_one
+from podium.planning.run_costs import RunCosts, estimate_costs, fit_line
 from podium.planning.run_records import read_records
 
 SPLIT = {"layout": "split", "devices": 2}
@@ -22,10 +22,6 @@ ROLLOUT = {"prompts_per_step": 4, "samples_per_prompt": 4, "max_running": 16}
 TRUTH = replace(
     COSTS, generation=GenerationCost(weights_s=0.01, lane_s=0.001), update=UpdateCost(token_s=0.004, constant_s=0.5)
 )
-
-
-def spans(*times: tuple[float, float]) -> list[TimelineSpan]:
-    return [TimelineSpan("graders[0]@node/cpu#0", "grader.grade", begin, end) for begin, end in times]
 
 
 def estimated(folder: Path, costs: CostModel, **changes: Any) -> RunCosts:
@@ -72,15 +68,6 @@ def test_a_line_is_right_on_average() -> None:
     line = fit_line(x, y)
     predicted = [line.constant + line.slope * each for each in x]
     assert sum(predicted) == pytest.approx(sum(y), rel=0.02)
-
-
-def test_batches_that_queue_tell_that_a_grader_takes_one_at_a_time() -> None:
-    assert grades_one_by_one({"a": spans((0, 1), (0.1, 2), (0.2, 3), (0.3, 4))})
-    assert not grades_one_by_one({"a": spans((0, 1), (0.1, 1.1), (0.2, 1.2), (0.3, 1.3))})
-    assert grades_one_by_one({"a": spans((0, 1), (2, 3))})
-    # Two at a time: the first of a step is alone, and each of the others waits for one.
-    assert grades_one_by_one({"a": spans((0, 1), (0.1, 2), (1, 3), (2, 4), (9, 10), (9.1, 11), (10, 12))})
-    assert not grades_one_by_one({"a": spans((0, 1), (0.5, 1.5), (1, 2), (1.5, 2.5), (9, 10), (9.5, 10.5))})
 
 
 # --- known costs of simulated runs ---

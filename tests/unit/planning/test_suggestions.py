@@ -60,6 +60,64 @@ def test_slow_graders_are_too_few(tmp_path: Path) -> None:
     assert "% for grading: grading.workers 2 → 4 saves about " in line
 
 
+LAYOUTS = {
+    "colocated": {"devices": 2},
+    "split": {"layout": "split", "devices": 2},
+    "elastic": {"layout": "elastic", "devices": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "staleness"), [("colocated", 0), ("split", 0), ("split", 1), ("elastic", 0), ("elastic", 1)]
+)
+@pytest.mark.parametrize(("grading_s", "sigma"), [(2.0, 0.0), pytest.param(2.0, 0.5, marks=pytest.mark.slow)])
+def test_graders_that_limit_a_run_are_said_with_what_more_of_them_save(
+    tmp_path: Path, layout: str, staleness: int, grading_s: float, sigma: float
+) -> None:
+    """16 gradings on two graders take longer than everything else of a step; with four they take half of that. A lane
+    costs as much as is assumed of a run with staleness: simulated engines record no summaries of their steps."""
+    generation, grading = GenerationCost(weights_s=0.02, lane_s=0.0002), LogNormal(median=grading_s, sigma=sigma)
+    costs = replace(QUICK, generation=generation, grading_s=grading, graders=2)
+    changes: dict[str, Any] = {
+        "placement": LAYOUTS[layout],
+        "rollout": {**ROLLOUT, "staleness": staleness},
+        "steps": 22,
+    }
+    before = ran(tmp_path / "before", costs, grading={"workers": 2}, **changes)
+    after = ran(tmp_path / "after", costs, grading={"workers": 4}, **changes)
+    found = suggest(estimate_costs(read_records(before)), budget_s=60.0)
+
+    assert found is not None
+    assert found.base.changes_to(found.change) == {"grading.workers": ("2", "4")}
+    assert "grading" in found.reason or "graders are at work" in found.reason
+    saved_s = read_records(before).step_s - read_records(after).step_s
+    assert found.saved_s == pytest.approx(saved_s, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("layout", "staleness"), [("colocated", 0), ("split", 0), ("split", 1), ("elastic", 0), ("elastic", 1)]
+)
+@pytest.mark.parametrize("graders", [2, None], ids=["one at a time", "all at a time"])
+def test_graders_that_limit_nothing_are_not_suggested(
+    tmp_path: Path, layout: str, staleness: int, graders: int | None
+) -> None:
+    """16 gradings of 0.1 s on two graders, 0.8 s beside some seconds of generation, and gradings that wait together."""
+    seconds = 0.1 if graders else 1.0
+    costs = replace(QUICK, grading_s=LogNormal(median=seconds, sigma=0.3), graders=graders)
+    run = ran(
+        tmp_path, costs, grading={"workers": 2}, placement=LAYOUTS[layout], rollout={**ROLLOUT, "staleness": staleness}
+    )
+    assert "grading.workers" not in keys(run)
+    assert not any("grading.workers" in line for line in suggestion_lines(run))
+
+
+def test_one_change_is_looked_at_however_busy_the_machine_is(tmp_path: Path) -> None:
+    run = ran(tmp_path, replace(QUICK, grading_s=LogNormal(median=4.0), graders=2), grading={"workers": 2}, steps=6)
+    found = suggest(estimate_costs(read_records(run)), budget_s=-1.0)
+    assert found is not None
+    assert found.base.changes_to(found.change) == {"grading.workers": ("2", "4")}
+
+
 def test_what_is_saved_is_what_the_change_saves(tmp_path: Path) -> None:
     costs = replace(QUICK, grading_s=LogNormal(median=4.0), graders=2)
     before = ran(tmp_path / "before", costs, grading={"workers": 2})
@@ -258,6 +316,27 @@ def test_signs_in_the_metrics(tmp_path: Path, last: dict[str, float], text: str)
     found = alarm_of(recipe, steps(**last))
     assert found is not None
     assert text in found
+
+
+def test_training_that_solves_what_heldout_answers_do_not(tmp_path: Path) -> None:
+    """The share of solved held-out answers has not fallen: it was never there. Of 64 prompts, 0.5 has an error of
+    0.0625, so that the difference has to be above 0.3 + 0.1875."""
+    recipe = simulated_recipe(tmp_path)
+    learned = steps(groups__solve_rate=1.0, reward__mean=1.0)
+
+    def found(*solved: float, at: int = 8) -> str | None:
+        evaluations = [(at - 2 * len(solved) + 2 * (n + 1), {"heldout/solved": each}) for n, each in enumerate(solved)]
+        return alarm_of(recipe, learned, evaluations)
+
+    text = found(0.0, 0.0)
+    assert text is not None
+    assert text.startswith("100% of the training episodes are solved, and 0% of the held-out answers at step 8")
+    assert "the reward may pay for something else" in text
+    assert found(0.0) == text
+    assert found(0.5) is not None
+    assert found(0.55) is None
+    assert found(0.6, 0.7) is None
+    assert found(0.3, at=6) is None  # half of the training episodes were solved then
 
 
 def test_an_alarm_is_said_instead_of_a_suggestion(tmp_path: Path) -> None:
