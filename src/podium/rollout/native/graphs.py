@@ -211,7 +211,7 @@ class GraphRunner:
         ending = plan.sample_rows[len(plan.decode_rows) :]
         if not len(ending):
             return None
-        sampled = self._eager.sample(logits_BV, ending)
+        sampled = self._eager.sample(logits_BV, ending, self._rows.length_R[ending] - 1)
         target = self._moved(ending)
         self._token_R.index_copy_(0, target, sampled.tokens_B)
         self._length_R.index_copy_(0, target, self._moved(self._rows.length_R[ending]))
@@ -238,7 +238,7 @@ class GraphRunner:
 
     def _narrow(self, rows: Rows, logits_BV: Tensor) -> None:
         """Samples rows with logits processing again from the same logits."""
-        processings = self._eager.processings(rows)
+        processings = self._eager.processings(rows, self._rows.length_R[rows] - 1)
         if not processings:
             return
         at = self._moved(np.array([each.row for each in processings], np.int64))
