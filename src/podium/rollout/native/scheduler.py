@@ -194,15 +194,17 @@ class Scheduler:
         speculation, rows, verified = self._speculation, self.rows, list[Chunk]()
         if speculation is None or not speculation.per_lane:
             return verified
+        left = speculation.most_rows - len(decode)
         for row in decode.tolist():
             length, sequence = int(rows.length_R[row]), rows.sequences[row]
             assert sequence is not None
-            most = int(rows.limit_R[row]) - length - 1  # the step itself samples one
+            most = min(left, int(rows.limit_R[row]) - length - 1)  # the step itself samples one
             if most < 1 or rows.known_R[row] < length:
                 continue
             tokens = speculation.propose(sequence, rows.tokens_RL[row, :length], most)
             tokens = tokens[: self._room_behind(row, length, len(tokens))]
             if tokens:
+                left -= len(tokens)
                 rows.write_proposal(row, tokens)
                 verified.append(Chunk(row, length - 1, length + len(tokens), len(tokens) + 1))
         return verified

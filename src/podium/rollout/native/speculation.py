@@ -90,7 +90,7 @@ class Speculation:
 
     def __init__(self, *, most: int, history_tokens: int, most_rows: int, cost: StepCost) -> None:
         """`most`: proposals for a sequence in a step. `most_rows`: rows of a forward."""
-        self._most, self._most_rows, self._cost = most, most_rows, cost
+        self._most, self.most_rows, self._cost = most, most_rows, cost
         self._history = AnswerHistory(history_tokens)
         self._live: dict[TrajectoryId, _Live] = {}
         self._groups: dict[bytes, _Group] = {}
@@ -117,7 +117,7 @@ class Speculation:
 
     def _pays(self, lanes: int, acceptance: float) -> int:
         return proposals_per_lane(
-            lanes, acceptance=acceptance, most=self._most, most_rows=self._most_rows, cost=self._cost
+            lanes, acceptance=acceptance, most=self._most, most_rows=self.most_rows, cost=self._cost
         )
 
     def begin(self, sequence: Sequence) -> None:

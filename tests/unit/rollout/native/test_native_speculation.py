@@ -17,6 +17,7 @@ from helpers.tiny import VOCABULARY, save_tiny_model, tiny_tokenizer
 from podium.data.trajectories import TrajectoryId
 from podium.recipe import RolloutSection
 from podium.rollout.native.engine import NativeEngine
+from podium.rollout.native.lane_writes import write_lanes
 from podium.rollout.native.speculation import Speculation
 from podium.rollout.requests import Completion, Request, Sampling
 
@@ -280,3 +281,36 @@ def test_without_the_key_nothing_is_proposed(learner: Learner) -> None:
     sequences(engine, requests())
     assert (engine.load().proposed_tokens, engine.load().accepted_tokens) == (0, 0)
     assert engine.load().lane_steps == engine.load().generated_tokens
+
+
+def test_keys_of_lanes_of_one_sequence_are_written_where_the_table_says() -> None:
+    """The custom operation that graphs on CUDA call before a layer attends."""
+    blocks, heads, page, width = 7, 2, 4, 3
+    keys, values = torch.zeros(blocks, heads, page, width), torch.zeros(blocks, heads, page, width + 1)
+    table = torch.tensor([[5, 2], [0, 6], [5, 2]], dtype=torch.int32)  # the last row is a copy of the first
+    rows, lengths = torch.tensor([0, 2, 1]), torch.tensor([4, 5, 7], dtype=torch.int32)
+    key, value = torch.rand(1, heads, 3, width), torch.rand(1, heads, 3, width + 1)
+    assert write_lanes(key, value, keys, values, table, rows, lengths).tolist() == [4, 5, 7]
+    for store, fresh in ((keys, key), (values, value)):
+        wanted = torch.zeros_like(store)
+        for lane, (block, offset) in enumerate([(5, 3), (2, 0), (6, 2)]):
+            wanted[block, :, offset] = fresh[0, :, lane]
+        assert torch.equal(store, wanted)
+
+
+def test_a_forward_never_has_more_rows_than_allowed(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences that begin in the same step count too."""
+    propose_always(monkeypatch, [1, 2, 3, 4, 5, 6])
+    engine, seen = learner.engine(speculation=ON, max_running=12), []
+    assert engine._speculation is not None
+    engine._speculation.most_rows = 12
+    plan_step = engine._scheduler.plan
+
+    def plan() -> Any:
+        step = plan_step()
+        seen.append(len(step.decode_rows) + sum(chunk.samples for chunk in step.verified))
+        return step
+
+    monkeypatch.setattr(engine._scheduler, "plan", plan)
+    sequences(engine, [ask(0, 9, new=3 + sample, sample=sample) for sample in range(20)])
+    assert max(seen) == 12
