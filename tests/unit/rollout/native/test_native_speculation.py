@@ -13,6 +13,7 @@ import pytest
 import torch
 from native_world import CPU, DEADLINE_S, Learner, ask, cache_gib, prompt_of, sequence, sequences
 
+from helpers.tensor_engines import engine_on_threads
 from helpers.tiny import VOCABULARY, save_tiny_model, tiny_tokenizer
 from podium.data.trajectories import TrajectoryId
 from podium.recipe import RolloutSection
@@ -273,6 +274,21 @@ def test_recorded_experts_are_those_of_the_accepted_tokens(tmp_path: Path) -> No
             assert found[id].experts is not None
             assert found[id].experts.tolist() == each.experts.tolist(), id
     assert speculating.load().accepted_tokens > 0
+
+
+def test_an_engine_over_two_ranks_verifies_on_both(qwen3_folder: Path) -> None:
+    plain, speculating = (
+        engine_on_threads(qwen3_folder, RolloutSection.model_validate({"max_length": 64, "speculation": {"tokens": n}}))
+        for n in (0, 6)
+    )
+    try:
+        wanted = sequences(plain, requests())
+        for _ in range(2):
+            assert_same(sequences(speculating, requests()), wanted)
+        assert speculating.load().accepted_tokens > 0
+    finally:
+        plain.close()
+        speculating.close()
 
 
 def test_without_the_key_nothing_is_proposed(learner: Learner) -> None:
