@@ -382,7 +382,8 @@ class SpeculationSection(Section):
     """Tokens that the native engine proposes from earlier answers, and verifies several at a time."""
 
     tokens: NonNegative = Field(
-        0, description="Most tokens proposed for a sequence in a step; 0: off. Sampled tokens stay the same."
+        0,
+        description="Most tokens proposed for a sequence in a step; 0: off. Sampled tokens stay the same up to rounding.",
     )
     history_tokens: Count = Field(
         16_777_216, description="Tokens of earlier answers that an engine keeps, at 4 bytes each."
