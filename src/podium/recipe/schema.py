@@ -383,7 +383,7 @@ class SpeculationSection(Section):
 
     tokens: NonNegative = Field(
         0,
-        description="Most tokens proposed for a sequence in a step; 0: off. Sampled tokens stay the same up to rounding.",
+        description="Most tokens proposed for a sequence in a step; 0: off. Samples stay the same, up to rounding.",
     )
     history_tokens: Count = Field(
         16_777_216, description="Tokens of earlier answers that an engine keeps, at 4 bytes each."
