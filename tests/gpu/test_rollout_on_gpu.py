@@ -146,6 +146,44 @@ def test_in_float32_graphs_and_plain_torch_sample_the_same_tokens(
     assert gap(trainer, [each for each in captured.values() if each.id.prompt_index == 0]).largest < 1e-3
 
 
+@pytest.mark.parametrize("decode", ["eager", "captured", "compiled"])
+def test_speculation_in_float32_samples_the_tokens_of_plain_decoding(
+    folder: Path, mesh: Mesh, opened: Callable[..., NativeEngine], decode: str
+) -> None:
+    """Over epochs, so that whole answers are proposed; with stops and truncated sampling beside them."""
+    trainer = learner(folder, mesh, dtype="float32", compile="on" if decode == "compiled" else "off")
+    requests = [
+        *(ask(0, 40, 60, sample=sample, temperature=0.3 * sample) for sample in range(3)),
+        ask(1, 3, 60, temperature=0), ask(2, 300, 60, temperature=0.5), ask(3, 20, 60, top_k=5),
+        ask(4, 20, 60, top_p=0.5, repetition_penalty=1.2),
+    ]  # fmt: skip
+    plain = answers(opened(trainer, decode=decode, memory_gib=0.5), requests)
+    engine = opened(trainer, decode=decode, memory_gib=0.5, speculation={"tokens": 6})
+    for epoch in range(3):
+        before = engine.load()
+        found = answers(engine, requests)
+        same = [plain[id].tokens_L.tolist() == found[id].tokens_L.tolist() for id in plain]
+        assert sum(same) >= len(same) - 1  # a random number may lie on the border of two tokens
+        whole = [each for id, each in found.items() if id.prompt_index in (0, 1) and id.sample == 0]
+        assert gap(trainer, whole).largest < 1e-3
+        if epoch:
+            after = engine.load()
+            steps = after.lane_steps - before.lane_steps
+            assert after.generated_tokens - before.generated_tokens > 1.3 * steps
+
+
+def test_speculation_in_bfloat16_reports_the_learners_logprobs(
+    folder: Path, mesh: Mesh, opened: Callable[..., NativeEngine]
+) -> None:
+    trainer = learner(folder, mesh)
+    engine = opened(trainer, speculation={"tokens": 8})
+    requests = [ask(i, 30 + 40 * i, 100, sample=sample) for i in range(2) for sample in range(2)]
+    for _ in range(3):
+        found = list(answers(engine, requests).values())
+        assert gap(trainer, found).mean < 0.01
+    assert engine.load().accepted_tokens > 100
+
+
 def test_captured_graphs_stay_right_over_three_cycles_of_update_and_rollout(
     folder: Path, mesh: Mesh, opened: Callable[..., NativeEngine]
 ) -> None:

@@ -93,6 +93,7 @@ def step_names() -> set[str]:
     )  # fmt: skip
     note = replace(graded.rollouts.note, turns_N=np.array([1, 2, 1, 1]), counts={"calls": np.array([3.0])})
     engine = dict.fromkeys(("lent_s", "switch_s", "lendings", "lent_tokens", "moved_episodes", "generated_tokens"), 1.0)
+    engine |= dict.fromkeys(("proposed_tokens", "accepted_tokens", "lane_steps"), 1.0)
     engine |= dict.fromkeys((f"idle_s/{cause}" for cause in get_args(WaitsFor)), 1.0)
     engine |= dict.fromkeys(("learner_idle_s", *(f"learner_idle_s/{cause}" for cause in OF_LEARNERS)), 1.0)
     graded = replace(graded, rollouts=replace(graded.rollouts, note=note, metrics=engine))

@@ -5,7 +5,7 @@ it. Torch-free."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal, get_args
 
 from podium.cluster import WorkerId
@@ -13,6 +13,7 @@ from podium.cluster.deadlines import now_s
 from podium.controller.group_flow import GroupFlow
 from podium.controller.lent_devices import LentDevices
 from podium.roles.interfaces import GeneratorUsage
+from podium.rollout.engine import Load, speculation_counts
 
 WaitsFor = Literal["prompts", "tail", "grading", "weights", "other_role", "drain", "tools", "controller"]
 """What an idle worker waits for; docs/metrics.md defines each. `tools` and `controller` are what is left of the time
@@ -91,6 +92,7 @@ class OverlapMeter:
         idle_s = sum(now.idle_s - then.idle_s for now, then in both) / num
         return {
             **lent,
+            **_speculation(pairs),
             "generated_tokens": lent.get("lent_tokens", 0.0)
             + sum(now.generated_tokens - then.generated_tokens for now, then in pairs),
             "prefilled_tokens": float(sum(now.prefilled_tokens - then.prefilled_tokens for now, then in pairs)),
@@ -116,3 +118,12 @@ class OverlapMeter:
             "learner_idle_s": sum(learner.values()),
             **{f"learner_idle_s/{cause}": learner.get(cause, 0.0) for cause in OF_LEARNERS},
         }
+
+
+def _speculation(pairs: Sequence[tuple[Load, Load]]) -> dict[str, float]:
+    """Sums over generators, as each looks now and looked then."""
+    total: dict[str, float] = {}
+    for now, then in pairs:
+        for name, count in speculation_counts(then, now).items():
+            total[name] = total.get(name, 0.0) + count
+    return total

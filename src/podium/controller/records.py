@@ -265,6 +265,12 @@ def _speed(record: StepRecord) -> dict[str, float]:
         "rollout/preemptions": rollouts.metrics.get("preemptions", 0.0),
         "rollout/cache_used": rollouts.metrics.get("cache_used", 0.0),
     }
+    proposed = rollouts.metrics.get("proposed_tokens", 0.0)
+    if proposed:
+        accepted = rollouts.metrics["accepted_tokens"]
+        metrics["rollout/proposed_tokens"], metrics["rollout/accepted_tokens"] = proposed, accepted
+        metrics["rollout/acceptance_rate"] = accepted / proposed
+        metrics["rollout/tokens_per_sequence_step"] = 1 + accepted / max(1.0, rollouts.metrics["lane_steps"])
     # Where generation goes on during the update, it takes all of the time.
     generating_s = seconds.get("rollout") or rollouts.metrics.get("seconds", 0.0)
     if generating_s:

@@ -305,6 +305,11 @@ def _engine(recipe: OnPolicyRecipe) -> Iterator[str]:
             "rollout.router_replay: vllm returns its choices of experts only with its second model runner, and "
             "Podium's sampler is written for the first. Set it to auto, or rollout.engine to native."
         )
+    if recipe.rollout.speculation.tokens:
+        yield (
+            "rollout.speculation.tokens: only the native engine proposes tokens from earlier answers. Remove it, or "
+            "set rollout.engine to native."
+        )
     if recipe.model.lora is not None or recipe.model.new_tokens is not None:
         yield (
             "rollout.engine: vllm is given whole weights of the shapes of model.path, so model.lora and "

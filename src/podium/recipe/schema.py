@@ -385,6 +385,18 @@ class OnPolicyEvaluationSection(EvaluationSection):
     generation: SampledGenerationSection | None = None
 
 
+class SpeculationSection(Section):
+    """Tokens that the native engine proposes from earlier answers, and verifies several at a time."""
+
+    tokens: NonNegative = Field(
+        0,
+        description="Most tokens proposed for a sequence in a step; 0: off. Samples stay the same, up to rounding.",
+    )
+    history_tokens: Count = Field(
+        16_777_216, description="Tokens of earlier answers that an engine keeps, at 4 bytes each."
+    )
+
+
 class EngineSection(Section):
     """The sizes of the engine that generates tokens."""
 
@@ -418,6 +430,7 @@ class EngineSection(Section):
         description="The native engine computes in fp8 what model.fp8 says, with weights that are rounded once for "
         "each version. One H200 generated more slowly with it.",
     )
+    speculation: SpeculationSection = SpeculationSection()
     offload_optimizer: Switch | None = Field(
         None,
         description="Optimizer state leaves the device while tokens are generated, and comes back after. Default: "

@@ -30,7 +30,7 @@ from podium.roles.interfaces import Generator, GeneratorSpec, GeneratorUsage
 from podium.roles.learner import LearnerRank
 from podium.roles.mailboxes import Mailboxes
 from podium.rollout.checkpoints import open_engine
-from podium.rollout.engine import InFlight, Load, MemoryChange, RolloutEngine
+from podium.rollout.engine import InFlight, Load, MemoryChange, RolloutEngine, speculation_counts
 from podium.rollout.native.engine import NativeEngine
 from podium.rollout.requests import Completion, Request, Sampling, given_back
 from podium.weights.transports import received
@@ -292,6 +292,7 @@ class GeneratorRank(Generator):
         after = self._engine.load()
         sampled = after.generated_tokens - before.generated_tokens
         held = self._engine.capacity.cache_tokens
+        speculated = speculation_counts(before, after)
         return (
             Metric(name="generated_tokens", value=float(sampled), reduction="sum"),
             Metric(
@@ -299,6 +300,7 @@ class GeneratorRank(Generator):
             ),
             Metric(name="reused_tokens", value=float(after.reused_tokens - before.reused_tokens), reduction="sum"),
             Metric(name="preemptions", value=float(after.preemptions - before.preemptions), reduction="sum"),
+            *(Metric(name=name, value=count, reduction="sum") for name, count in speculated.items()),
             Metric(name="cache_used", value=self._peak_tokens / max(1, held), reduction="max"),
             Metric(name="seconds", value=seconds, reduction="max"),
         )

@@ -14,6 +14,7 @@ import torch
 from podium.data.tokenizer import answer_text, require_embeddings
 from podium.engine.mesh import Mesh
 from podium.engine.sharding import compute_dtype
+from podium.errors import RolloutError
 from podium.models.causal_lm import load_config
 from podium.models.cpu_settings import CpuSettings
 from podium.recipe import ModelSection, RolloutSection
@@ -121,6 +122,8 @@ def _open_vllm(
     from podium.rollout.vllm.settings import VllmSettings
 
     kind, dtype = mesh.device.type, compute_dtype(section, mesh.device)
+    if rollout.speculation.tokens:
+        raise RolloutError("rollout.speculation.tokens needs the native engine. Set it to 0, or engine to native.")
     assert rollout.max_length is not None
     memory_gib = rollout.memory_gib or (None if kind == "cuda" else _VLLM_CPU_GIB)
     settings = VllmSettings(

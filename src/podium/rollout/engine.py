@@ -52,6 +52,19 @@ class Load:
     steps: int = 0
     lane_steps: int = 0  # sequences that were advanced, over all steps
     prefill_s: float = 0.0  # in steps that prefill, which may decode too
+    proposed_tokens: int = 0  # by speculation
+    accepted_tokens: int = 0  # of these
+
+
+def speculation_counts(before: Load, after: Load) -> dict[str, float]:
+    """What speculation did between two looks at an engine, for metrics; empty if it has never proposed a token."""
+    if not after.proposed_tokens:
+        return {}
+    return {
+        "proposed_tokens": float(after.proposed_tokens - before.proposed_tokens),
+        "accepted_tokens": float(after.accepted_tokens - before.accepted_tokens),
+        "lane_steps": float(after.lane_steps - before.lane_steps),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,6 +75,10 @@ RULES: list[tuple[tuple[str, ...], str]] = [
     (("placement={launcher: inline, devices: 2}",), "placement.devices"),
     (("rollout.engine=vllm",), "rollout.engine"),
     (("rollout.engine=vllm", "placement={layout: split, devices: 2}", "model.lora={}"), "rollout.engine"),
+    (
+        ("rollout.engine=vllm", "placement={layout: split, devices: 2}", "rollout.speculation={tokens: 8}"),
+        "rollout.speculation.tokens",
+    ),
     # Staleness.
     (("rollout.staleness=-1", SPLIT), "rollout.staleness"),
     (("rollout.staleness=true", SPLIT), "rollout.staleness"),

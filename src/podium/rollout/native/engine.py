@@ -13,6 +13,7 @@ from typing import overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from podium.data.documents import Tokens
 from podium.data.splitmix import signed
@@ -29,11 +30,12 @@ from podium.rollout.native.engine_memory import EngineMemory, free_on_each
 from podium.rollout.native.engine_weights import EngineWeights, copies_in_fp8
 from podium.rollout.native.expert_cache import ExpertCache
 from podium.rollout.native.rows import Rows, RowTable, Sequence
-from podium.rollout.native.runner import Runner, SamplingTable, StepResult
+from podium.rollout.native.runner import Runner, SamplingTable, StepResult, StepSamples
 from podium.rollout.native.runners import make_runner
 from podium.rollout.native.scheduler import Drain, Scheduler, StepPlan
 from podium.rollout.native.scoring import score_tokens
-from podium.rollout.native.sizing import choose_sizes
+from podium.rollout.native.sizing import Sizes, choose_sizes
+from podium.rollout.native.speculation import CPU_STEP, CUDA_STEP, Speculation, rounds
 from podium.rollout.native.stop_strings import Decode, completed_string
 from podium.rollout.native.tensor_group import Prepare, TensorLeader
 from podium.rollout.randomness import stream_key
@@ -41,6 +43,9 @@ from podium.rollout.requests import Completion, PartialAnswer, Request, failed
 from podium.weights.transports import Delivery
 from podium.weights.versions import WeightVersion
 from podium.weights.whole_copy import WholeCopy
+
+# Most rows of a forward on CPU with proposals, where fewer sequences may run.
+_CPU_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,9 +110,11 @@ class NativeEngine:
             sizes.max_running, block_size=sizes.block_size, max_length=sizes.max_length, experts=self._experts
         )
         self._sampling = SamplingTable(sizes.max_running)
+        self._speculation = _speculation(section, sizes, device)
         self._scheduler = Scheduler(
-            self._block_manager, self._rows, prefill_tokens=sizes.prefill_tokens, slots=sizes.slots
-        )
+            self._block_manager, self._rows, prefill_tokens=sizes.prefill_tokens, slots=sizes.slots,
+            speculation=self._speculation,
+        )  # fmt: skip
         self._runner: Runner = make_runner(
             model, modules, cache, self._rows, self._sampling, device, slots=sizes.slots, decode=section.decode,
             recorded=recorded, group=group,
@@ -144,6 +151,8 @@ class NativeEngine:
                 sequence.limit = min(sequence.limit, self._sizes.max_length)
                 self._arrivals += 1
                 self._sequences[request.id] = sequence
+                if self._speculation is not None:
+                    self._speculation.begin(sequence)
                 self._scheduler.waiting.append(sequence)
 
     @overload
@@ -321,6 +330,8 @@ class NativeEngine:
             steps=self._steps,
             lane_steps=self._lane_steps,
             prefill_s=self._prefill_s,
+            proposed_tokens=0 if self._speculation is None else self._speculation.num_proposed,
+            accepted_tokens=0 if self._speculation is None else self._speculation.num_accepted,
         )
 
     def partial_answers(self, ids: Iterable[TrajectoryId]) -> dict[TrajectoryId, PartialAnswer]:
@@ -367,6 +378,8 @@ class NativeEngine:
         if self._model.training:
             self._model.eval()
         began_s = time.monotonic()
+        if self._speculation is not None and self._speculation.begin_step(self._scheduler.num_running):
+            self._take_in(lag=0)  # what comes next is proposed from what came before
         try:
             plan = self._scheduler.plan()
             while isinstance(plan, Drain):
@@ -381,7 +394,7 @@ class NativeEngine:
             self._launched.append(_Launched(plan, self._version, self._runner.run(plan), places))
             self._take_in(lag=self._runner.lag)
             self._steps += 1
-            self._lane_steps += len(plan.sample_rows)
+            self._lane_steps += int(plan.is_first_B.sum())
             self._prefill_s += time.monotonic() - began_s if plan.chunks or plan.admitted else 0.0
         except BaseException:
             self._launched.clear()
@@ -413,12 +426,44 @@ class NativeEngine:
         if self._experts is not None and launched.places is not None and sampled.experts_TLK is not None:
             self._experts.apply(plan.moves, plan.copies, launched.places, sampled.experts_TLK)
         # A row that has ended since then sampled one token too many, which does not count.
-        same_B = table.epoch_R[plan.sample_rows] == plan.sample_epochs
-        sound_B = same_B & np.isfinite(sampled.logprobs_B)
-        rows_B = plan.sample_rows[sound_B]
-        table.append(rows_B, sampled.tokens_B[sound_B], sampled.logprobs_B[sound_B], launched.version)
+        sequences = [table.sequences[chunk.row] for chunk in plan.verified]
+        broken = self._reject_broken(plan, sampled)
+        num_accepted = np.zeros(table.num_rows, np.int64)
+        for number, at_B in enumerate(rounds(plan.proposed_B, sampled.tokens_B)):
+            rows_B = plan.sample_rows[at_B]
+            counts_B = (table.epoch_R[rows_B] == plan.sample_epochs[at_B]) & ~np.isin(rows_B, broken)
+            if number:
+                table.accept(rows_B[counts_B])
+                num_accepted[rows_B[counts_B]] += 1
+            at_B = at_B[counts_B]
+            self._append(plan.sample_rows[at_B], sampled.tokens_B[at_B], sampled.logprobs_B[at_B], launched.version)
+        for sequence, chunk in zip(sequences, plan.verified, strict=True):
+            assert self._speculation is not None
+            assert sequence is not None
+            accepted = int(num_accepted[chunk.row])
+            self._speculation.note(sequence.id, proposed=chunk.samples - 1, accepted=accepted)
+            if chunk.row in broken:
+                self._speculation.stop(sequence.id)
+                self._scheduler.preempt(chunk.row)
+
+    def _reject_broken(self, plan: StepPlan, sampled: StepSamples) -> list[int]:
+        """Rows whose logits are not numbers, with proposals among what was fed. Keys that are NaN are not hidden by a
+        mask: not from the token before them, and not from later steps. So nothing of this step counts, the row's cache
+        is computed again, and the sequence gets no more proposals."""
+        verified_B = np.isin(plan.sample_rows, [chunk.row for chunk in plan.verified])
+        rows: list[int] = np.unique(plan.sample_rows[verified_B & ~np.isfinite(sampled.logprobs_B)]).tolist()
+        for row in rows:
+            self._disown(row)
+        return rows
+
+    def _append(self, rows_B: Rows, tokens_B: Tokens, logprobs_B: NDArray[np.float32], version: int) -> None:
+        """Appends one token to each of these sequences, and ends those that are complete."""
+        table, all_B = self._rows, rows_B
+        sound_B = np.isfinite(logprobs_B)
+        rows_B = rows_B[sound_B]
+        table.append(rows_B, tokens_B[sound_B], logprobs_B[sound_B], version)
         self._generated += len(rows_B)
-        for row in plan.sample_rows[same_B & ~sound_B].tolist():
+        for row in all_B[~sound_B].tolist():
             self._end_broken(row)
         stopped_B = table.at_a_stop(rows_B)
         full_B = table.known_R[rows_B] >= table.limit_R[rows_B]
@@ -474,6 +519,8 @@ class NativeEngine:
 
     def _finish(self, completion: Completion) -> None:
         self._sequences.pop(completion.id, None)
+        if self._speculation is not None:
+            self._speculation.end(completion.id, completion.tokens_L)
         self._done.append(completion)
         self._finished += 1
 
@@ -511,6 +558,18 @@ class NativeEngine:
             raise RolloutError("the engine is closed.")
         if self._group is not None:
             self._group.check()
+
+
+def _speculation(section: EngineSection, sizes: Sizes, device: torch.device) -> Speculation | None:
+    if not section.speculation.tokens:
+        return None
+    is_cuda = device.type == "cuda"
+    return Speculation(
+        most=section.speculation.tokens,
+        history_tokens=section.speculation.history_tokens,
+        most_rows=sizes.max_running if is_cuda else max(_CPU_ROWS, sizes.max_running),
+        cost=CUDA_STEP if is_cuda else CPU_STEP,
+    )
 
 
 def _context(model: PackedCausalLM) -> int:

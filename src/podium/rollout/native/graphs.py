@@ -5,7 +5,8 @@ reads the samples of a step while the next one runs.
 Step n + 1 feeds the token sampled by step n before the host has seen it. The host notices a stop token one step late;
 tokens sampled after it do not count."""
 
-# R rows and one more for idle lanes · B lanes of a graph · M blocks of the longest sequence
+# R rows, one more for idle lanes, and as many again for tokens to verify · B lanes of a graph · M blocks of the longest
+# sequence
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ from podium.rollout.native.cache import KVCache
 from podium.rollout.native.forward import ModelForward, recording
 from podium.rollout.native.fused_experts import fused, fusible_experts
 from podium.rollout.native.kernels import cut_for, paged_decode, sample_on_device
+from podium.rollout.native.lane_writes import write_lanes
 from podium.rollout.native.rows import Rows, RowTable
 from podium.rollout.native.runner import EagerRunner, SamplingTable, StepSamples
 from podium.rollout.native.sampling import sample
@@ -64,6 +66,37 @@ class PagedDecode:
             sinks, scale, softcap or 0.0, window or 0,
         )  # fmt: skip
         return out
+
+
+class PagedVerify(PagedDecode):
+    """Lanes may be successive tokens of one sequence, so all keys and values are written before any lane attends."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """As `PagedDecode`; the kernel then stores what is there already."""
+        held: Any = module
+        # The result is used, so that a compiler keeps the call and its order.
+        lengths = write_lanes(key, value, held.podium_keys, held.podium_values, self.table, self.rows, self.lengths)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out: Tensor = paged_decode(
+            query, key, value, held.podium_keys, held.podium_values, self.table, self.rows, lengths, self.cut,
+            sinks, scale, softcap or 0.0, window or 0,
+        )  # fmt: skip
+        return out
+
+
+# Lanes, the shape of the cut, and whether tokens are verified.
+_Key = tuple[int, torch.Size, bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,44 +140,47 @@ class GraphRunner:
         self._eager = EagerRunner(forward, cache, rows, samples, slots=False)
         self._attach()
         self._experts = fusible_experts(model.hf)
-        count, width = rows.num_rows + 1, rows.blocks_RM.shape[1]
+        # Tokens to verify are lanes with rows of their own behind the idle one: a copy of the blocks of their sequence.
+        count, width = 2 * rows.num_rows + 1, rows.blocks_RM.shape[1]
+        self._verified: list[int] = []  # rows that the host knows better than the device
         self._token_R = torch.zeros(count, dtype=torch.int64, device=device)
         self._length_R = torch.ones(count, dtype=torch.int64, device=device)
         self._key_R = torch.zeros(count, dtype=torch.int64, device=device)
         self._temperature_R = torch.ones(count, dtype=torch.float32, device=device)
         self._table_RM = torch.zeros(count, width, dtype=torch.int32, device=device)
         # The idle row writes into the block after the allocated ones.
-        self._table_RM[-1] = cache.num_blocks - 1
+        self._table_RM[rows.num_rows] = cache.num_blocks - 1
         self._lanes_B = torch.full((rows.num_rows,), rows.num_rows, dtype=torch.int64, device=device)
         self._drawn_B = torch.zeros(rows.num_rows, dtype=torch.int64, device=device)
         self._logprob_B = torch.zeros(rows.num_rows, dtype=torch.float32, device=device)
         # Graphs write the experts of their lanes here.
         self._experts_LBK = None if recorded is None else recording(recorded, rows.num_rows, device).recorded_LTK
-        self._logits: dict[tuple[int, torch.Size], Tensor] = {}
-        self._graphs: dict[tuple[int, torch.Size], torch.cuda.CUDAGraph] = {}
+        self._logits: dict[_Key, Tensor] = {}
+        self._graphs: dict[_Key, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._lanes_now = b""
 
     @property
     def lag(self) -> int:
-        """With a penalty, each token must be known before the next is sampled."""
-        return 0 if self._sampling.wants_history_R[self._rows.active].any() else 1
+        """With a penalty, each token must be known before the next is sampled. How many proposals were right is known
+        after their step."""
+        return 0 if self._verified or self._sampling.wants_history_R[self._rows.active].any() else 1
 
     def run(self, plan: StepPlan) -> _PendingSamples:
         """Launches a step; its samples are read later."""
         self._cache.copy(plan.copies)
         self._update_rows(plan)
         tokens, logprobs, experts = [], [], []
-        if len(plan.decode_rows):
-            self._decode(plan.decode_rows)
-            count = len(plan.decode_rows)
+        count = len(plan.decode_rows) + sum(chunk.samples for chunk in plan.verified)
+        if count:
+            self._decode(plan, count)
             if self._experts_LBK is not None:
                 experts.append(self._experts_LBK[:, :count].clone())
             # Cloned on the device: the next replay overwrites them before the host may have read these.
             tokens.append(self._drawn_B[:count].clone())
             logprobs.append(self._logprob_B[:count].clone())
         if plan.chunks:
-            fresh = self._take_prompts(plan)
+            fresh = self._take_prompts(plan, plan.sample_rows[count:])
             if self._eager.experts_LTK is not None:
                 experts.append(self._eager.experts_LTK)
             if fresh is not None:
@@ -193,8 +229,10 @@ class GraphRunner:
         if changed:
             where = np.array(changed, np.int64)
             self._table_RM.index_copy_(0, self._moved(where), self._moved(rows.blocks_RM[where].astype(np.int32)))
-        if plan.admitted:
-            where = np.array(plan.admitted, np.int64)
+        known = sorted({*plan.admitted, *self._verified})
+        self._verified = [chunk.row for chunk in plan.verified]
+        if known:
+            where = np.array(known, np.int64)
             # Lengths of rows that sample in this step already count that token; the device has not sampled it yet.
             length = rows.known_R[where]
             packed = np.stack([rows.tokens_RL[where, length - 1].astype(np.int64), length, self._sampling.key_R[where]])
@@ -204,14 +242,28 @@ class GraphRunner:
             self._key_R.index_copy_(0, target, key)
             self._temperature_R.index_copy_(0, target, self._moved(self._sampling.temperature_R[where]))
 
-    def _take_prompts(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
+    def _update_verified(self, plan: StepPlan) -> Rows:
+        """Sends the tokens to verify to rows behind the idle one, and returns these."""
+        rows, chunks, first = self._rows, plan.verified, self._rows.num_rows + 1
+        row = np.repeat([chunk.row for chunk in chunks], [chunk.samples for chunk in chunks])
+        position = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
+        packed = np.stack([rows.tokens_RL[row, position].astype(np.int64), position + 1, self._sampling.key_R[row]])
+        own = slice(first, first + len(row))
+        token, length, key = self._moved(packed)
+        self._token_R[own].copy_(token)
+        self._length_R[own].copy_(length)
+        self._key_R[own].copy_(key)
+        self._temperature_R[own].copy_(self._moved(self._sampling.temperature_R[row]))
+        self._table_RM[own].copy_(self._moved(rows.blocks_RM[row].astype(np.int32)))
+        return np.arange(first, first + len(row))
+
+    def _take_prompts(self, plan: StepPlan, ending: Rows) -> tuple[Tensor, Tensor] | None:
         """Runs prompt chunks eagerly; chunks that reach their end sample their first token."""
         none = plan.decode_rows[:0]
         logits_BV = self._eager.forward(none, plan.chunks)
-        ending = plan.sample_rows[len(plan.decode_rows) :]
         if not len(ending):
             return None
-        sampled = self._eager.sample(logits_BV, ending)
+        sampled = self._eager.sample(logits_BV, ending, self._rows.length_R[ending] - 1)
         target = self._moved(ending)
         self._token_R.index_copy_(0, target, sampled.tokens_B)
         self._length_R.index_copy_(0, target, self._moved(self._rows.length_R[ending]))
@@ -219,26 +271,30 @@ class GraphRunner:
 
     # Decoding
 
-    def _decode(self, rows: Rows) -> None:
-        lanes = self._bucket(len(rows))
+    def _decode(self, plan: StepPlan, count: int) -> None:
+        rows, longest = plan.decode_rows, plan.sample_positions[:count].max()
+        if plan.verified:
+            rows = np.concatenate([rows, self._update_verified(plan)])
+        lanes = self._bucket(count)
         now = rows.tobytes() + bytes([0]) + lanes.to_bytes(4, "little")
         if now != self._lanes_now:
             padded = np.full(lanes, self._rows.num_rows, np.int64)
-            padded[: len(rows)] = rows
+            padded[:count] = rows
             self._lanes_B[:lanes].copy_(self._moved(padded), non_blocking=True)
             self._lanes_now = now
         # Lengths without the token that this step samples, with the one that it feeds.
-        cut = cut_for(int(self._rows.length_R[rows].max()) - 1, self._device)
-        key = (lanes, cut.shape)
+        cut = cut_for(int(longest), self._device)
+        key = (lanes, cut.shape, bool(plan.verified))
         if key not in self._graphs:
             with nullcontext() if self._compiled else uncompiled():
                 self._capture(key, cut)
         self._graphs[key].replay()
-        self._narrow(rows, self._logits[key])
+        self._narrow(plan, rows, self._logits[key])
 
-    def _narrow(self, rows: Rows, logits_BV: Tensor) -> None:
-        """Samples rows with logits processing again from the same logits."""
-        processings = self._eager.processings(rows)
+    def _narrow(self, plan: StepPlan, rows: Rows, logits_BV: Tensor) -> None:
+        """Samples lanes with logits processing again from the same logits. `rows`: of the device, one for each lane."""
+        count = len(rows)
+        processings = self._eager.processings(plan.sample_rows[:count], plan.sample_positions[:count])
         if not processings:
             return
         at = self._moved(np.array([each.row for each in processings], np.int64))
@@ -255,13 +311,14 @@ class GraphRunner:
         self._logprob_B.index_copy_(0, at, sampled.logprobs_B)
         self._token_R.index_copy_(0, which, sampled.tokens_B)
 
-    def _step(self, lanes: int, cut: Tensor) -> Tensor:
+    def _step(self, lanes: int, cut: Tensor, is_verifying: bool) -> Tensor:
         """The captured step: feed, sample, advance. Returns the logits."""
         rows = self._lanes_B[:lanes]
         length = self._length_R.index_select(0, rows)
         experts = self._experts_LBK
         routing = None if experts is None else Routing(recorded_LTK=experts[:, :lanes])
-        step = PagedDecode(self._table_RM, rows, length.to(torch.int32), cut)
+        kind = PagedVerify if is_verifying else PagedDecode
+        step = kind(self._table_RM, rows, length.to(torch.int32), cut)
         with self._model.routed(routing), self._model.generating(), fused(self._experts):
             out = self._model.hf.get_decoder()(
                 input_ids=self._token_R.index_select(0, rows)[None],
@@ -283,24 +340,24 @@ class GraphRunner:
         )
         self._token_R.index_copy_(0, rows, self._drawn_B[:lanes])
         self._length_R.index_copy_(0, rows, length + 1)
-        self._length_R[-1:].fill_(1)  # the idle row goes nowhere
+        self._length_R[self._rows.num_rows : self._rows.num_rows + 1].fill_(1)  # the idle row goes nowhere
         return logits_BV
 
-    def _capture(self, key: tuple[int, torch.Size], cut: Tensor) -> None:
+    def _capture(self, key: _Key, cut: Tensor) -> None:
         """Captures a graph. Warm-up and capture really sample, so the rows are restored afterwards."""
-        lanes = key[0]
+        lanes, _, is_verifying = key
         saved = [each.clone() for each in (self._token_R, self._length_R)]
         side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._step(lanes, cut)
+            self._step(lanes, cut, is_verifying)
             self._token_R.copy_(saved[0])
             self._length_R.copy_(saved[1])
             torch.cuda.synchronize()
             # Without torch's context manager, which collects garbage and empties caches every time.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                self._logits[key] = self._step(lanes, cut)
+                self._logits[key] = self._step(lanes, cut, is_verifying)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(side)

@@ -197,6 +197,17 @@ class RowTable:
         self.versions_RL[rows_B, at_B] = version
         self.known_R[rows_B] = at_B + 1
 
+    def write_proposal(self, row: int, tokens: list[int]) -> None:
+        """Puts proposed tokens behind those of a row, to be fed. They do not count as tokens of the sequence."""
+        length = int(self.length_R[row])
+        self._widen(length + len(tokens) + 1)
+        self.tokens_RL[row, length : length + len(tokens)] = tokens
+
+    def accept(self, rows_B: Rows) -> None:
+        """The next proposed token of these rows was right: its keys and values count, and one more token is sampled."""
+        self.fed_R[rows_B] += 1
+        self.length_R[rows_B] += 1
+
     def at_a_stop(self, rows_B: Rows) -> NDArray[np.bool_]:
         """Rows whose newest token is one of their stop tokens, and that are long enough to stop."""
         known_B = self.known_R[rows_B]

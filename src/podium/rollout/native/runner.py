@@ -103,7 +103,8 @@ class EagerRunner:
         if plan.moves is not None:
             self._cache.move(plan.moves)
         self._cache.copy(plan.copies)
-        sampled = self.sample(self.forward(plan.decode_rows, plan.chunks), plan.sample_rows)
+        logits_BV = self.forward(plan.decode_rows, [*plan.verified, *plan.chunks])
+        sampled = self.sample(logits_BV, plan.sample_rows, plan.sample_positions)
         experts_LTK = self.experts_LTK
         return Known(
             StepSamples(
@@ -125,7 +126,7 @@ class EagerRunner:
         return self._forward.experts_LTK
 
     def forward(self, decode: Rows, chunks: Sequence[Chunk]) -> Tensor:
-        """Float32 logits of the rows that sample: the decode rows, then the chunks that reach their end; then
+        """Float32 logits of the tokens that sample: the decode rows, then the last ones of each chunk; then
         `ModelForward.repeats` of these."""
         return self._forward.run(self._inputs(decode, chunks))
 
@@ -135,8 +136,8 @@ class EagerRunner:
         parts = [np.arange(chunk.start, chunk.stop) for chunk in chunks]
         row_T = np.concatenate([decode, *(np.full(c.stop - c.start, c.row) for c in chunks)])
         position_T = np.concatenate([at_N, *parts])
-        ends = len(decode) + np.cumsum([chunk.stop - chunk.start for chunk in chunks]) - 1
-        reached = [int(end) for end, c in zip(ends, chunks, strict=True) if c.samples]
+        ends = len(decode) + np.cumsum([chunk.stop - chunk.start for chunk in chunks], dtype=np.int64)
+        sampling = [np.arange(end - c.samples, end) for end, c in zip(ends.tolist(), chunks, strict=True)]
         is_packed = self._forward.device.type == "cuda" and len(chunks) > 0 and not len(decode)
         return StepInputs(
             tokens_T=rows.tokens_RL[row_T, position_T].astype(np.int64),
@@ -147,32 +148,35 @@ class EagerRunner:
             lengths_N=at_N + 1,
             spans=self._spans(decode, chunks),
             packed=self._packed(chunks) if is_packed else None,
-            sampled_B=np.concatenate([np.arange(len(decode)), np.array(reached, np.int64)]),
+            sampled_B=np.concatenate([np.arange(len(decode)), *sampling]),
         )
 
-    def sample(self, logits_BV: Tensor, rows: Rows) -> SampledTokens:
-        """Samples one token for each of these rows. `logits_BV` come from `forward`."""
+    def sample(self, logits_BV: Tensor, rows: Rows, position_B: Rows) -> SampledTokens:
+        """Samples one token for each of these rows, at these positions of their sequences. `logits_BV` come from
+        `forward`."""
         table, count = self._sampling, len(rows)
-        rows = np.concatenate([rows, rows[self._forward.repeats(count)]])
-        # The token's own position in its sequence keys the stream. `length` counts the token that is being sampled.
-        position_B = self._rows.length_R[rows] - 1
+        processings = self.processings(rows, position_B)
+        again = self._forward.repeats(count)
+        rows, position_B = np.concatenate([rows, rows[again]]), np.concatenate([position_B, position_B[again]])
         sampled = sample(
             logits_BV,
             self.moved(table.temperature_R[rows]),
+            # The token's own position in its sequence keys the stream.
             self.moved(uniforms_on_host(table.key_R[rows], position_B)),
-            self.processings(rows[:count]),
+            processings,
         )
         return SampledTokens(sampled.tokens_B[:count], sampled.logprobs_B[:count])
 
-    def processings(self, rows: Rows) -> list[LogitsProcessing]:
-        """Logits processing of a step's rows that need it."""
+    def processings(self, rows: Rows, position_B: Rows) -> list[LogitsProcessing]:
+        """Logits processing of a step's rows that need it, for tokens at these positions. Tokens before them may be
+        proposals: a sample behind a wrong one does not count."""
         table = self._rows
         processings = []
         for at in np.flatnonzero(self._sampling.processed_R[rows]).tolist():
             row = int(rows[at])
             sequence = table.sequences[row]
             assert sequence is not None
-            length = int(table.length_R[row]) - 1
+            length = int(position_B[at])
             processings.append(
                 LogitsProcessing(
                     row=at,

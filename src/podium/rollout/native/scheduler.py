@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from podium.rollout.native.block_manager import BlockCopy, BlockManager, common_prefix
 from podium.rollout.native.rows import Rows, RowTable, Sequence
 from podium.rollout.native.slots import Arrangement, arrange
+from podium.rollout.native.speculation import Speculation
 
 # A prompt waits for a common prefix that is being computed if that saves this many tokens, or all of it.
 _WORTH_WAITING = 32
@@ -31,27 +32,35 @@ class Chunk:
     row: int
     start: int
     stop: int
-    samples: bool  # it reaches the last known token, so the row samples its next token
+    samples: int  # at so many of its last tokens: 0 inside a prompt, 1 at its end, more where proposals are verified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """One step. Fed tokens are laid out as decode rows first, then the chunks."""
+    """One step. Fed tokens are laid out as decode rows first, then those to verify, then the chunks."""
 
     moves: Arrangement | None  # slots change places before anything else
     copies: abc.Sequence[BlockCopy]  # then these
     decode_rows: Rows
+    verified: abc.Sequence[Chunk]  # the newest token of a row and proposals behind it
     chunks: abc.Sequence[Chunk]
-    sample_rows: Rows  # rows that sample a token in this step: the decode rows, then chunks that reach their end
+    sample_rows: Rows  # rows that sample a token in this step, in the same order; a verified row once for each token
     sample_epochs: Rows
+    sample_positions: Rows  # of the sampled token in its sequence
+    proposed_B: Rows  # the proposal at which a verified row samples; -1: its newest token, or nothing to verify
     admitted: abc.Sequence[int]  # rows that got a new sequence
 
     def places(self, rows: RowTable) -> tuple[Rows, Rows]:
         """Block and offset in the cache of each fed token. To be called before the next plan."""
-        chunks = self.chunks
+        chunks = [*self.verified, *self.chunks]
         row_T = np.concatenate([self.decode_rows, *(np.full(each.stop - each.start, each.row) for each in chunks)])
         at_T = np.concatenate([rows.fed_R[self.decode_rows] - 1, *(np.arange(c.start, c.stop) for c in chunks)])
         return rows.blocks_RM[row_T, at_T // rows.block_size], at_T % rows.block_size
+
+    @property
+    def is_first_B(self) -> NDArray[np.bool_]:
+        """Samples that count whatever was proposed: one of each row."""
+        return self.proposed_B < 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +76,16 @@ def _share(budget: int) -> int:
 class Scheduler:
     """Waiting sequences, rows and blocks."""
 
-    def __init__(self, block_manager: BlockManager, rows: RowTable, *, prefill_tokens: int, slots: bool) -> None:
-        self.block_manager, self.rows = block_manager, rows
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        rows: RowTable,
+        *,
+        prefill_tokens: int,
+        slots: bool,
+        speculation: Speculation | None = None,
+    ) -> None:
+        self.block_manager, self.rows, self._speculation = block_manager, rows, speculation
         self.waiting: deque[Sequence] = deque()
         self.preemptions = 0
         self._prefill_tokens = prefill_tokens
@@ -132,11 +149,17 @@ class Scheduler:
             decode = decode[np.argsort(rows.blocks_RM[decode, 0])]
         if not len(decode) and not chunks:
             return None
-        return self._launched(moves, decode, chunks, admitted)
+        verified = self._proposed(decode)
+        decode = decode[~np.isin(decode, [chunk.row for chunk in verified])]
+        return self._launched(moves, decode, verified, chunks, admitted)
 
-    def _launched(self, moves: Arrangement | None, decode: Rows, chunks: list[Chunk], admitted: list[int]) -> StepPlan:
+    def _launched(
+        self, moves: Arrangement | None, decode: Rows, verified: list[Chunk], chunks: list[Chunk], admitted: list[int]
+    ) -> StepPlan:
         rows = self.rows
+        verified_rows = np.array([chunk.row for chunk in verified], np.int64)
         rows.fed_R[decode] += 1
+        rows.fed_R[verified_rows] += 1
         for chunk in chunks:
             rows.fed_R[chunk.row] = chunk.stop
             sequence = rows.sequences[chunk.row]
@@ -144,23 +167,64 @@ class Scheduler:
             assert sequence.block_table is not None
             self.block_manager.remember(sequence.block_table, rows.tokens_RL[chunk.row, : chunk.stop])
         ending = [chunk.row for chunk in chunks if chunk.samples]
-        sample = np.concatenate([decode, np.array(ending, np.int64)])
-        rows.length_R[sample] += 1
+        counts = np.array([chunk.samples for chunk in verified], np.int64)
+        ahead = np.concatenate([np.arange(chunk.samples) for chunk in verified] or [verified_rows])
+        sample = np.concatenate([decode, np.repeat(verified_rows, counts), np.array(ending, np.int64)])
+        position, proposed = rows.length_R[sample], np.full(len(sample), -1, np.int64)
+        inside = slice(len(decode), len(decode) + len(ahead))
+        position[inside] += ahead
+        proposed[inside] = np.where(ahead > 0, rows.tokens_RL[sample[inside], position[inside] - 1], -1)
+        rows.length_R[np.concatenate([decode, verified_rows, np.array(ending, np.int64)])] += 1
         return StepPlan(
             moves=moves,
             copies=self.block_manager.take_copies(),
             decode_rows=decode,
+            verified=verified,
             chunks=chunks,
             sample_rows=sample,
             sample_epochs=rows.epoch_R[sample].copy(),
+            sample_positions=position,
+            proposed_B=proposed,
             admitted=admitted,
         )
+
+    def _proposed(self, decode: Rows) -> list[Chunk]:
+        """Rows for which earlier answers propose tokens, with room for them. A row whose newest token is still being
+        sampled has none."""
+        speculation, rows, verified = self._speculation, self.rows, list[Chunk]()
+        if speculation is None or not speculation.per_lane:
+            return verified
+        left = speculation.most_rows - len(decode)
+        for row in decode.tolist():
+            length, sequence = int(rows.length_R[row]), rows.sequences[row]
+            assert sequence is not None
+            most = min(left, int(rows.limit_R[row]) - length - 1)  # the step itself samples one
+            if most < 1 or rows.known_R[row] < length:
+                continue
+            tokens = speculation.propose(sequence, rows.tokens_RL[row, :length], most)
+            tokens = tokens[: self._room_behind(row, length, len(tokens))]
+            if tokens:
+                left -= len(tokens)
+                rows.write_proposal(row, tokens)
+                verified.append(Chunk(row, length - 1, length + len(tokens), len(tokens) + 1))
+        return verified
+
+    def _room_behind(self, row: int, length: int, wanted: int) -> int:
+        """Positions for proposals in a row's blocks; it gets more blocks only if every running sequence could too."""
+        sequence = self.rows.sequences[row]
+        assert sequence is not None
+        assert sequence.block_table is not None
+        missing = self.block_manager.blocks_for(length + wanted) - len(sequence.block_table.blocks)
+        if missing > 0 and self.block_manager.num_available >= missing + self.num_running:
+            self.block_manager.grow(sequence.block_table, length + wanted)
+            self.rows.set_blocks(row, sequence.block_table)
+        return max(0, int(self.rows.room_R[row]) - length)
 
     def _take_chunk(self, row: int, budget: int, chunks: list[Chunk]) -> int:
         start, length = int(self.rows.fed_R[row]), int(self.rows.length_R[row])
         stop = min(length, start + budget)
         if stop > start:
-            chunks.append(Chunk(row, start, stop, stop == length))
+            chunks.append(Chunk(row, start, stop, int(stop == length)))
         return max(stop - start, 0)
 
     def _make_room(self, running: Rows) -> bool:
@@ -198,7 +262,7 @@ class Scheduler:
             more = min(length - chunk.stop, budget)
             if more > 0:
                 stop = chunk.stop + more
-                chunks[at] = Chunk(chunk.row, chunk.start, stop, stop == length)
+                chunks[at] = Chunk(chunk.row, chunk.start, stop, int(stop == length))
                 budget -= more
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> tuple[list[int], int]:
