@@ -24,8 +24,8 @@ demo: $(INSTALLED)  ## teach a tiny model sums by imitation, then by reinforceme
 	$(BIN)/podium export demo/runs/arithmetic demo/export --stage sft  # what the recipes in examples/methods begin with
 	$(BIN)/python examples/arithmetic/summary.py demo/runs/arithmetic/sft demo/runs/arithmetic/grpo
 
-FAST := not slow and not gpu and not verl and not trl and not trackers and not environments and not browser and not clients
-SLOW := slow and not soak and not gpu and not trl and not trackers and not environments and not jobs and not clients
+FAST := not slow and not gpu and not verl and not trl and not trackers and not environments and not browser and not clients and not verifiers and not lm_eval
+SLOW := slow and not soak and not gpu and not trl and not trackers and not environments and not jobs and not clients and not verifiers and not lm_eval
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Also where PYTHONDONTWRITEBYTECODE is set: the tests start hundreds of processes, and each would compile Podium again.
@@ -233,3 +233,19 @@ $(CLIENTS_INSTALLED): tests/clients/requirements.txt constraints.txt
 
 test-clients: $(CLIENTS_INSTALLED)  ## the gateway with real clients, unchanged from PyPI
 	$(CLIENTS_VENV)/bin/python -m pytest -q -m clients tests/clients
+
+VERIFIERS_VENV ?= .venv-verifiers
+VERIFIERS_INSTALLED := $(VERIFIERS_VENV)/.installed
+
+.PHONY: install-verifiers test-verifiers
+
+install-verifiers: $(VERIFIERS_INSTALLED)  ## an environment of its own, with verifiers
+
+$(VERIFIERS_INSTALLED): tests/verifiers_environments/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/verifiers_environments/requirements.txt
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-verifiers: $(VERIFIERS_INSTALLED)  ## environments of verifiers, unchanged from PyPI
+	PATH="$(abspath $(VERIFIERS_VENV))/bin:$$PATH" $(VERIFIERS_VENV)/bin/python -m pytest -q -m verifiers tests/verifiers_environments
