@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A taskset for verifiers: the model reads a number and has to answer with the move of that number.
+"""A taskset for verifiers: the model reads a number and has to find the one move that is always right.
 
 The harness, which verifiers takes from this file too, asks in the process of the environment. The package's own ones
 start a program for each episode, which takes longer than all else with a model this small."""
@@ -37,14 +37,14 @@ class SignTask(vf.Task[SignData]):
 class SignConfig(vf.TasksetConfig):
     size: int = 520
     seed: int = 0
+    move: str = "up"
 
 
 class SignTaskset(vf.Taskset[SignTask, SignConfig]):
     def load(self) -> Iterator[SignTask]:
         dice = random.Random(self.config.seed)
         for _ in range(self.config.size):
-            number = dice.randrange(len(MOVES))
-            yield SignTask(SignData(prompt=str(number), move=MOVES[number]), self.config.task)
+            yield SignTask(SignData(prompt=str(dice.randrange(len(MOVES))), move=self.config.move), self.config.task)
 
 
 class AskHarness(vf.Harness[vf.HarnessConfig]):
