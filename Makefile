@@ -249,3 +249,19 @@ $(VERIFIERS_INSTALLED): tests/verifiers_environments/requirements.txt constraint
 
 test-verifiers: $(VERIFIERS_INSTALLED)  ## environments of verifiers, unchanged from PyPI
 	PATH="$(abspath $(VERIFIERS_VENV))/bin:$$PATH" $(VERIFIERS_VENV)/bin/python -m pytest -q -m verifiers tests/verifiers_environments
+
+LM_EVAL_VENV ?= .venv-lm-eval
+LM_EVAL_INSTALLED := $(LM_EVAL_VENV)/.installed
+
+.PHONY: install-lm-eval test-lm-eval
+
+install-lm-eval: $(LM_EVAL_INSTALLED)  ## an environment of its own, with lm-eval
+
+$(LM_EVAL_INSTALLED): tests/lm_eval_tasks/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(LM_EVAL_VENV)
+	$(LM_EVAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/lm_eval_tasks/requirements.txt
+	$(LM_EVAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-lm-eval: $(LM_EVAL_INSTALLED)  ## podium serve and podium evaluate --tasks with lm-eval, unchanged from PyPI
+	$(LM_EVAL_VENV)/bin/python -m pytest -q -m lm_eval tests/lm_eval_tasks

@@ -25,7 +25,8 @@ def environment_maker(section: EnvironmentSection | None, key: str = "environmen
     if section is None:
         return SingleTurn
     if section.verifiers is not None:
-        return partial(VerifiersAgent, VerifiersHost(section, section.verifiers, key))
+        player: Any = partial(VerifiersAgent, VerifiersHost(section, section.verifiers, key))
+        return player  # it has no `step`, as all agents
     if section.is_agent:
         return agent_maker(section, key)
     if section.gymnasium is not None:
