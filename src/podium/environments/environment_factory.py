@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ def environment_maker(section: EnvironmentSection | None, key: str = "environmen
     if section is None:
         return SingleTurn
     if section.verifiers is not None:
-        player: Any = partial(VerifiersAgent, VerifiersHost(section, section.verifiers, key))
+        player: Callable[[], Any] = partial(VerifiersAgent, VerifiersHost(section, section.verifiers, key))
         return player  # it has no `step`, as all agents
     if section.is_agent:
         return agent_maker(section, key)
