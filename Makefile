@@ -24,8 +24,8 @@ demo: $(INSTALLED)  ## teach a tiny model sums by imitation, then by reinforceme
 	$(BIN)/podium export demo/runs/arithmetic demo/export --stage sft  # what the recipes in examples/methods begin with
 	$(BIN)/python examples/arithmetic/summary.py demo/runs/arithmetic/sft demo/runs/arithmetic/grpo
 
-FAST := not slow and not gpu and not verl and not trl and not trackers and not environments and not browser and not clients
-SLOW := slow and not soak and not gpu and not trl and not trackers and not environments and not jobs and not clients
+FAST := not slow and not gpu and not verl and not trl and not trackers and not environments and not browser and not clients and not verifiers and not lm_eval
+SLOW := slow and not soak and not gpu and not trl and not trackers and not environments and not jobs and not clients and not verifiers and not lm_eval
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 # Also where PYTHONDONTWRITEBYTECODE is set: the tests start hundreds of processes, and each would compile Podium again.
@@ -233,3 +233,35 @@ $(CLIENTS_INSTALLED): tests/clients/requirements.txt constraints.txt
 
 test-clients: $(CLIENTS_INSTALLED)  ## the gateway with real clients, unchanged from PyPI
 	$(CLIENTS_VENV)/bin/python -m pytest -q -m clients tests/clients
+
+VERIFIERS_VENV ?= .venv-verifiers
+VERIFIERS_INSTALLED := $(VERIFIERS_VENV)/.installed
+
+.PHONY: install-verifiers test-verifiers
+
+install-verifiers: $(VERIFIERS_INSTALLED)  ## an environment of its own, with verifiers
+
+$(VERIFIERS_INSTALLED): tests/verifiers_environments/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/verifiers_environments/requirements.txt
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-verifiers: $(VERIFIERS_INSTALLED)  ## environments of verifiers, unchanged from PyPI
+	PATH="$(abspath $(VERIFIERS_VENV))/bin:$$PATH" $(VERIFIERS_VENV)/bin/python -m pytest -q -m verifiers tests/verifiers_environments
+
+LM_EVAL_VENV ?= .venv-lm-eval
+LM_EVAL_INSTALLED := $(LM_EVAL_VENV)/.installed
+
+.PHONY: install-lm-eval test-lm-eval
+
+install-lm-eval: $(LM_EVAL_INSTALLED)  ## an environment of its own, with lm-eval
+
+$(LM_EVAL_INSTALLED): tests/lm_eval_tasks/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(LM_EVAL_VENV)
+	$(LM_EVAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/lm_eval_tasks/requirements.txt
+	$(LM_EVAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-lm-eval: $(LM_EVAL_INSTALLED)  ## podium serve and podium evaluate --tasks with lm-eval, unchanged from PyPI
+	$(LM_EVAL_VENV)/bin/python -m pytest -q -m lm_eval tests/lm_eval_tasks

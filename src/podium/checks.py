@@ -125,6 +125,10 @@ def _looks(recipe: Recipe, per_machine: int | None) -> Iterator[Callable[[], Non
                 yield partial(require_package, "gymnasium", "gymnasium", "environment.gymnasium")
             if recipe.environment.openenv is not None:
                 yield partial(require_package, "openenv", "openenv", "environment.openenv")
+            if (verifiers := recipe.environment.verifiers) is not None:
+                yield partial(require_package, "verifiers", "verifiers", "environment.verifiers")
+                if verifiers.taskset.endswith(".py"):
+                    yield partial(_check_exists, verifiers.taskset, "environment.verifiers.taskset", hub=False)
     if isinstance(recipe, CustomSpmdRecipe | CustomOnPolicyRecipe):
         yield lambda: _check_kind(recipe)
     for index, name in enumerate(recipe.run.loggers):

@@ -7,10 +7,10 @@ import asyncio
 import re
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from podium.data.control_tokens import AS_TEXT, ControlRule
 from podium.errors import PodiumError, RolloutError
@@ -22,6 +22,8 @@ from podium.gateway.server import Gateway
 from podium.recipe import ModelSection, PlacementSection, RolloutSection
 from podium.rollout.engine import RolloutEngine
 from podium.ui.access import is_loopback
+
+T = TypeVar("T")
 
 # Where --max-length is not given: of a model with a longer context, the cache would hold only few answers at a time.
 _MOST_CONTEXT = 32_768
@@ -61,8 +63,31 @@ def serving_key(given: str | None, file: Path | None, host: str) -> str | None:
     return given
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model that is served."""
+
+    url: str  # with /v1
+    max_length: int
+
+
 def serve(job: ServingJob, say: Callable[[str], object]) -> None:
     """Loads the model and answers requests until SIGINT or SIGTERM."""
+
+    async def for_ever(served: ServedModel) -> None:
+        for line in _usage_lines(job, served.url):
+            say(line)
+        await asyncio.get_running_loop().create_future()
+
+    serve_while(job, for_ever, say)
+    say("ended")
+
+
+def serve_while(
+    job: ServingJob, work: Callable[[ServedModel], Coroutine[Any, Any, T]], say: Callable[[str], object]
+) -> T | None:
+    """Loads the model and answers requests until the work has ended, whose result is returned. None: SIGINT or SIGTERM
+    came first, and the work was cancelled."""
     import transformers
 
     from podium.data.tokenizer import load_tokenizer, stop_tokens
@@ -84,14 +109,14 @@ def serve(job: ServingJob, say: Callable[[str], object]) -> None:
         f"{opened.words}; up to {opened.engine.capacity.max_running} answers at a time, of "
         f"{opened.engine.capacity.max_length} tokens with their prompts"
     )
-    asyncio.run(_serve(job, opened.engine, tokenizer, stop_tokens(tokenizer, folder), say))
-    say("ended")
+    return asyncio.run(_serve(job, opened.engine, tokenizer, stop_tokens(tokenizer, folder), work))
 
 
 async def _serve(
-    job: ServingJob, engine: RolloutEngine, tokenizer: Any, stops: frozenset[int], say: Callable[[str], object]
-) -> None:
-    """Serves until a signal comes or the engine ends."""
+    job: ServingJob, engine: RolloutEngine, tokenizer: Any, stops: frozenset[int],
+    work: Callable[[ServedModel], Coroutine[Any, Any, T]],
+) -> T | None:  # fmt: skip
+    """Serves until the work has ended, a signal comes or the engine ends."""
     backend = EngineThread(engine)
     server: HttpServer | None = None
     try:
@@ -104,14 +129,18 @@ async def _serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         port = await server.listen(job.host, job.port)
-        for line in _usage_lines(job, port):
-            say(line)
-        waits = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(backend.ended.wait())]
+        working = asyncio.ensure_future(work(ServedModel(url=_url(job, port), max_length=engine.capacity.max_length)))
+        waits = [working, asyncio.ensure_future(stop.wait()), asyncio.ensure_future(backend.ended.wait())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for each in waits:
-            each.cancel()
+            if not each.done():
+                each.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        if not working.cancelled():
+            return working.result()
         if not stop.is_set():
             raise RolloutError(f"the engine has ended: {backend.failure}.")
+        return None
     finally:
         if server is not None:
             await server.close()
@@ -123,10 +152,13 @@ def _max_length(wanted: int | None, context: int | None) -> int:
     return min(wanted or _MOST_CONTEXT, limit)
 
 
-def _usage_lines(job: ServingJob, port: int) -> list[str]:
+def _url(job: ServingJob, port: int) -> str:
     host = "127.0.0.1" if job.host in ("0.0.0.0", "") else "[::1]" if job.host == "::" else job.host
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    url = f"http://{host}:{port}/v1"
+    return f"http://{host}:{port}/v1"
+
+
+def _usage_lines(job: ServingJob, url: str) -> list[str]:
     key = "none" if job.key is None else job.key if job.shows_key else "YOUR KEY"
     lines = [
         f"serving {job.name} at {url} (Ctrl-C ends it)",

@@ -14,7 +14,7 @@ from podium.recipe import OnPolicyRecipe, parse_recipe
 from podium.recipe.loading import load_recipe
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("gymnasium", "openenv")
+PAGES = ("gymnasium", "openenv", "verifiers")
 RECIPE: dict[str, Any] = {
     "program": "grpo", "model": {"path": "model"}, "data": {"train": [{"path": "train.jsonl"}]},
     "optimizer": {"lr": 1e-3}, "steps": 2, "run": {"name": "page"},

@@ -17,8 +17,9 @@ LAYERS = (
     "errors", "disk", "cgroups", "importing", "progress", "stack_dumps", "recipe", "observe", "algorithms", "data",
     "environments", "models", "engine", "weights", "rollout", "gateway", "runs", "cluster", "roles", "controller",
     "spmd", "programs", "planning", "dry_run", "ui", "mesh_checks", "checks", "memory_checks",
-    "pipeline_checks", "python_hints", "python_objects", "recipe_arguments", "generating", "serving", "execution",
-    "evaluating", "replaying", "drafting", "trying", "api", "commands", "cli", "supervising",
+    "pipeline_checks", "python_hints", "python_objects", "recipe_arguments", "generating", "serving",
+    "lm_evaluating", "execution", "evaluating", "replaying", "drafting", "trying", "api", "commands", "cli",
+    "supervising",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
@@ -44,6 +45,7 @@ TORCH_FREE = (
     "recipe_arguments",
     "gateway",
     "serving",
+    "lm_evaluating",
     "generating",
     "execution",
     "evaluating",

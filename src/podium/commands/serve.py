@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,6 +13,7 @@ from typing import Annotated, Literal
 import typer
 
 from podium import api
+from podium.data.control_tokens import ControlRule
 from podium.generating import generating_folder, section_of
 from podium.recipe import ModelSection, RolloutSection
 from podium.runs.folder import RunFolder, is_pipeline_folder
@@ -56,7 +58,6 @@ def serve(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
 ) -> None:
     """Serve a model or a run's newest checkpoint over HTTP, for clients of OpenAI's API."""
-    from podium.data.control_tokens import ControlRule
     from podium.gateway.http import HttpLimits
     from podium.serving import ServingJob, serving_key
     from podium.serving import serve as serve_job
@@ -67,18 +68,9 @@ def serve(
     rollout = section_of(
         RolloutSection, engine=engine, memory_gib=memory_gib, max_length=max_length, max_running=max_running
     )
-    with ExitStack() as stack:
-        path, label = model, name or Path(model).resolve().name
-        rule = ControlRule()
-        if _is_run(Path(model)):
-            path = stack.enter_context(tempfile.TemporaryDirectory(prefix="podium-serve-")) + "/model"
-            which: Literal["best", "last"] | int = "best" if best else "last" if step is None else step
-            done = api.export(model, path, which=which, stage=stage)
-            typer.echo(f"step {done} of {model}")
-            rule = ControlRule.of(_model_section(model, stage))
-        elif best or step is not None or stage is not None:
-            raise typer.BadParameter(f"--step, --best and --stage are of a run, and {model} is none")
-        folder = generating_folder(path, needs_tokenizer=tokenizer is None)
+    label = name or Path(model).resolve().name
+    which: Literal["best", "last"] | int | None = "best" if best else step
+    with folder_and_rule(model, which, stage, needs_tokenizer=tokenizer is None) as (folder, rule):
         section = section_of(
             ModelSection,
             path=str(folder),
@@ -95,6 +87,24 @@ def serve(
             rule=rule,
         )  # fmt: skip
         serve_job(job, typer.echo)
+
+
+@contextmanager
+def folder_and_rule(
+    model: str, which: Literal["best", "last"] | int | None, stage: str | None, *, needs_tokenizer: bool
+) -> Iterator[tuple[Path, ControlRule]]:
+    """The folder of a model, of a run's checkpoint for the time of the block, and what its recipe says of messages that
+    spell control tokens. `which`: None: the newest, and the model need not be a run."""
+    with ExitStack() as stack:
+        path, rule = model, ControlRule()
+        if _is_run(Path(model)):
+            path = stack.enter_context(tempfile.TemporaryDirectory(prefix="podium-serve-")) + "/model"
+            done = api.export(model, path, which="last" if which is None else which, stage=stage)
+            typer.echo(f"step {done} of {model}")
+            rule = ControlRule.of(_model_section(model, stage))
+        elif which is not None or stage is not None:
+            raise typer.BadParameter(f"--step, --best and --stage are of a run, and {model} is none")
+        yield generating_folder(path, needs_tokenizer=needs_tokenizer), rule
 
 
 def _model_section(folder: str, stage: str | None) -> ModelSection:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from podium.environments.openenv_episodes import OpenEnvEnvironment, OpenEnvSpec
 from podium.environments.protocol import SingleTurn
 from podium.environments.signatures import require_options_of
 from podium.environments.tools import ToolEnvironment, load_tools
+from podium.environments.verifiers_episodes import VerifiersAgent, VerifiersHost
 from podium.errors import RecipeError
 from podium.recipe import plugins
 from podium.recipe.on_policy import EnvironmentSection
@@ -23,6 +25,9 @@ def environment_maker(section: EnvironmentSection | None, key: str = "environmen
     environment of another package, or (no section) a single turn."""
     if section is None:
         return SingleTurn
+    if section.verifiers is not None:
+        player: Callable[[], Any] = partial(VerifiersAgent, VerifiersHost(section, section.verifiers, key))
+        return player  # it has no `step`, as all agents
     if section.is_agent:
         return agent_maker(section, key)
     if section.gymnasium is not None:

@@ -8,6 +8,7 @@ import hmac
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -139,7 +140,7 @@ class Gateway:
         body = request.json_object()
         if session is None:
             self._require_model(body.get("model"))
-        call = chat_call(body, idempotency_key=request.headers.get("idempotency-key"))
+        call = _of_agent(chat_call(body, idempotency_key=request.headers.get("idempotency-key")), request)
         logprobs = bool(body.get("logprobs"))
         if not body.get("stream"):
             answer = await self._answer(call, session)
@@ -164,7 +165,7 @@ class Gateway:
         body = request.json_object()
         if session is None:
             self._require_model(body.get("model"))
-        call = messages_call(body, idempotency_key=request.headers.get("idempotency-key"))
+        call = _of_agent(messages_call(body, idempotency_key=request.headers.get("idempotency-key")), request)
         if not body.get("stream"):
             answer = await self._answer(call, session)
             answer.collect()
@@ -192,7 +193,7 @@ class Gateway:
         writer = ResponseWriter(wanted, self.service.name)
 
         async def answered(on_text: OnText | None = None) -> ChatAnswer:
-            answer = await self._answer(wanted.call, session, on_text)
+            answer = await self._answer(_of_agent(wanted.call, request), session, on_text)
             if said is not None and body.get("store") is not False:
                 said[writer.id] = (*wanted.said, answer.choices[0].message)
                 if len(said) > _MOST_RESPONSES:
@@ -317,6 +318,13 @@ async def streamed(begin: Callable[[OnText], Awaitable[Any]], chunks: Chunks) ->
         task.cancel()
         raise
     return HttpAnswer(events=events())
+
+
+def _of_agent(call: ChatCall, request: HttpRequest) -> ChatCall:
+    """The call, told apart from the same one with another `X-Session-ID`: several agents of one session may ask the
+    same, and neither repeats the other."""
+    agent = request.headers.get("x-session-id")
+    return call if not agent else replace(call, content=sha256(call.content + agent.encode()).digest())
 
 
 def _given_key(request: HttpRequest) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def agent_rules(recipe: OnPolicyRecipe, environment: EnvironmentSection) -> Iterator[str]:
     """What an agent excludes."""
-    if environment.options:
+    if environment.options and environment.verifiers is None:
         yield "environment.options: an agent is given none. Remove it, or read a file or a variable in the agent."
     if environment.max_episode_tokens is not None:
         yield (

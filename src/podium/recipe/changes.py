@@ -80,6 +80,7 @@ _OFF = {
     "model.control_tokens_in_content": "text",
     "environment.gymnasium": None,
     "environment.openenv": None,
+    "environment.verifiers": None,
     "environment.agent": None,
     "environment.agent_command": [],
 }

@@ -115,3 +115,19 @@ class OpenEnvSection(Section):
 
 
 AnyOpenEnv = Annotated[OpenEnvSection, NamedAlone("base_url")]
+
+
+class VerifiersSection(Section):
+    """An environment of the package `verifiers`. A text alone is its `taskset`."""
+
+    taskset: Text = Field(
+        description="Id of an installed taskset, or `file.py`, whose `__all__` names the class. It may bring an "
+        "environment and a harness of its own."
+    )
+    env: Text | None = Field(
+        None,
+        description="Id of an environment that plays the tasks, as `best-of-n`. Default: the taskset's, or one agent.",
+    )
+
+
+AnyVerifiers = Annotated[VerifiersSection, NamedAlone("taskset")]

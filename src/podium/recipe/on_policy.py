@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
-from podium.recipe.field_environments import AnyGymnasium, AnyOpenEnv
+from podium.recipe.field_environments import AnyGymnasium, AnyOpenEnv, AnyVerifiers
 from podium.recipe.fields import (
     Count,
     NonNegative,
@@ -28,6 +28,8 @@ from podium.recipe.schema import EngineSection
 
 # An agent's deadline, if none is given.
 _AGENT_S = 600.0
+# Kinds of environments that ask the model themselves.
+_AGENT_KEYS = ("verifiers", "agent", "agent_command")
 
 VerifierName = Literal["exact_match", "numeric", "regex", "json_schema", "math_verify", "length", "code"]
 
@@ -245,7 +247,7 @@ Teachers = Annotated[tuple[TeacherSection, ...], OneOrMore()]
 class EnvironmentSection(Section):
     """Episodes of several turns: a custom environment, tools that the model may call, an environment of another
     package, or an agent that asks for answers itself. Exactly one of `environment`, `tools`, `gymnasium`, `openenv`,
-    `agent` and `agent_command`."""
+    `verifiers`, `agent` and `agent_command`."""
 
     environment: Plugin | None = Field(None, description="`file.py:Class` with async reset and step.")
     gymnasium: AnyGymnasium | None = Field(
@@ -253,6 +255,9 @@ class EnvironmentSection(Section):
     )
     openenv: AnyOpenEnv | None = Field(
         None, description="An environment of an OpenEnv server; needs the extra of that name."
+    )
+    verifiers: AnyVerifiers | None = Field(
+        None, description="An environment of the package verifiers; needs the extra of that name."
     )
     tools: Annotated[tuple[Plugin, ...], OneOrMore()] = Field(
         (), description="Python functions that the model may call."
@@ -289,26 +294,27 @@ class EnvironmentSection(Section):
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description="Keyword arguments of the environment's class; with tools: max_chars, max_calls, role.",
+        description="Keyword arguments of the environment's class; with tools: max_chars, max_calls, role; with "
+        "verifiers: keys of the environment's own config.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _agents_have_more_time(cls, value: Any) -> Any:
         """An agent's deadline is one of a whole episode."""
-        is_agent = isinstance(value, dict) and (value.get("agent") or value.get("agent_command"))
+        is_agent = isinstance(value, dict) and any(value.get(key) for key in _AGENT_KEYS)
         return {"timeout_s": _AGENT_S, **value} if is_agent else value
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The keys that say which environment it is; a valid recipe has one."""
-        keys = ("environment", "tools", "gymnasium", "openenv", "agent", "agent_command")
+        keys = ("environment", "tools", "gymnasium", "openenv", *_AGENT_KEYS)
         return tuple(key for key in keys if getattr(self, key))
 
     @property
     def is_agent(self) -> bool:
         """Whether an agent asks for answers itself, through the gateway."""
-        return self.agent is not None or bool(self.agent_command)
+        return any(getattr(self, key) for key in _AGENT_KEYS)
 
     @property
     def is_self_contained(self) -> bool:

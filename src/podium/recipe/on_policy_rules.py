@@ -366,7 +366,7 @@ def _environment(recipe: OnPolicyRecipe) -> Iterator[str]:
         found = " and ".join(f"`{kind}`" for kind in environment.kinds) or "none"
         yield (
             "environment: give exactly one of `environment` (a custom class), `tools` (functions), `gymnasium`, "
-            f"`openenv`, `agent` (a function) and `agent_command`; found {found}."
+            f"`openenv`, `verifiers`, `agent` (a function) and `agent_command`; found {found}."
         )
     if environment.is_agent:
         yield from agent_rules(recipe, environment)

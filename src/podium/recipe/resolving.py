@@ -103,6 +103,7 @@ def located(recipe: Recipe) -> dict[str, Any]:
         _change(values, key.split("."), _absolute)
     for key in _PLUGINS:
         _change(values, key.split("."), _absolute_plugin)
+    _change(values, ["environment", "verifiers", "taskset"], _absolute_file)
     stored = recipe.stored_values()
     for parts, text in recipe.references.items():
         became_absolute = value_at(values, parts) != value_at(recipe.model_dump(mode="json"), parts)
@@ -162,6 +163,11 @@ def _absolute(path: str) -> str:
     head = path.split("*")[0].split("?")[0].split("[")[0]
     there = os.path.exists(path) or (head != path and os.path.isdir(os.path.dirname(head) or "."))
     return os.path.abspath(path) if there else path
+
+
+def _absolute_file(text: str) -> str:
+    """A Python file; the name of a module stays as it is."""
+    return _absolute(text) if text.endswith(".py") else text
 
 
 def _absolute_plugin(text: str) -> str:

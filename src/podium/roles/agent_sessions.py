@@ -152,6 +152,7 @@ class AgentSessions:
             finish=finish,
             error=error,
             metrics={
+                **(outcome.metrics if isinstance(outcome, Outcome) else {}),
                 "sequences": float(len(record.branches)),
                 "requests": float(record.requests),
                 "repeated_requests": float(record.repeated_requests),

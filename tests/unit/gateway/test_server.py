@@ -635,3 +635,14 @@ def test_a_session_keeps_memory_for_its_tokens_and_not_for_each_turns_history() 
 
     served(work)
     assert kept[0] < 2_500_000, kept
+
+
+def test_the_same_request_of_two_agents_of_a_session_is_no_repeat() -> None:
+    async def work(server: Served) -> None:
+        session = server.gateway.open_session()
+        for agent in ("one", "two", "two"):
+            await server.chat(session, [ASK], headers={"X_Session_ID": agent})
+        record = await server.gateway.close_session(session.id)
+        assert (record.requests, record.repeated_requests, len(server.engine.requests)) == (2, 1, 2)
+
+    served(work)

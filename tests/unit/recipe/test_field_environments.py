@@ -14,7 +14,7 @@ from podium.checks import problems_of
 from podium.errors import RecipeError
 from podium.recipe import OnPolicyRecipe, parse_recipe
 from podium.recipe.changes import changes, what_matters
-from podium.recipe.field_environments import GymnasiumSection
+from podium.recipe.field_environments import GymnasiumSection, VerifiersSection
 from podium.recipe.plugins import Plugin
 from podium.recipe.resolving import located
 
@@ -115,3 +115,36 @@ def test_where_an_openenv_server_runs_does_not_change_a_run() -> None:
     (change,) = changes(first, second)
     assert (change.key, change.breaks) == ("environment.openenv.base_url", None)
     assert not first.needs_prompts
+
+
+def test_an_environment_of_verifiers_is_an_agent_with_options() -> None:
+    parsed = recipe(verifiers="gsm8k-v1", options={"agent": {"max_turns": 2}})
+    assert parsed.environment is not None
+    assert parsed.environment.verifiers == VerifiersSection(taskset="gsm8k-v1")
+    assert (parsed.environment.is_agent, parsed.environment.timeout_s) == (True, 600.0)
+    assert parsed.gives_rewards
+    assert not parsed.needs_prompts
+    with pytest.raises(RecipeError, match=r"exactly one of .*found `verifiers` and `agent`"):
+        recipe(verifiers="gsm8k-v1", agent="a.py:solve")
+    with pytest.raises(RecipeError, match=r"environment\.max_episode_tokens: 9 has no meaning with an agent"):
+        recipe(verifiers="gsm8k-v1", max_episode_tokens=9)
+
+
+def test_the_file_of_a_taskset_is_stored_whole_and_an_id_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "signs.py").write_text("")
+    (tmp_path / "signs").mkdir()
+    for given, stored in (("signs.py", f"{os.getcwd()}/signs.py"), ("signs", "signs")):
+        assert located(recipe(verifiers=given))["environment"]["verifiers"]["taskset"] == stored
+
+
+def test_check_looks_for_verifiers_and_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "verifiers" else find(name))
+    assert problems(recipe(verifiers=f"{tmp_path}/none.py"), "environment") == [
+        "environment.verifiers: needs the package `verifiers`, which is not installed. Run "
+        "`pip install podium[verifiers]`.",
+        f"environment.verifiers.taskset: there is no {tmp_path}/none.py.",
+    ]
