@@ -32,6 +32,7 @@ from podium.roles.mailboxes import Mailboxes
 from podium.rollout.checkpoints import open_engine
 from podium.rollout.engine import InFlight, Load, MemoryChange, RolloutEngine, speculation_counts
 from podium.rollout.native.engine import NativeEngine
+from podium.rollout.native.speculation import require_speculation
 from podium.rollout.requests import Completion, Request, Sampling, given_back
 from podium.weights.transports import received
 from podium.weights.versions import WeightVersion
@@ -258,6 +259,7 @@ class GeneratorRank(Generator):
             self._copy = WholeCopy(learner.weights, spec.model, config, device=mesh.device, dtype=dtype)
             self._copy.refill()
             model = self._copy.model
+        require_speculation(mesh.device.type, section.speculation.tokens)
         with torch.no_grad():
             return NativeEngine(
                 model, mesh.device, section, decode=self._decode, copy=self._copy,

@@ -21,6 +21,7 @@ from podium.recipe import ModelSection, RolloutSection
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.native.engine import NativeEngine
 from podium.rollout.native.loading import load_for_engine
+from podium.rollout.native.speculation import require_speculation
 
 _GIB = 1 << 30
 _VLLM_CPU_GIB = 2.0
@@ -81,6 +82,7 @@ def _open_native(
     section: ModelSection, folder: Path, mesh: Mesh, rollout: RolloutSection, tokenizer: Any, cpu: CpuSettings | None,
     *, records_experts: bool, tensor: int, timeout_s: float, on_death: Callable[[str], object],
 ) -> OpenedEngine:  # fmt: skip
+    require_speculation(mesh.device.type, rollout.speculation.tokens)
     group = None
     if tensor > 1:
         from podium.rollout.native.tensor_ranks import start_ranks

@@ -324,6 +324,23 @@ def test_slime_2238_no_finished_group_is_dropped() -> None:
     assert len(set(trained)) == len(trained)
 
 
+def test_nemo_rl_3470_groups_that_wait_while_versions_advance_are_trained_within_the_bound() -> None:
+    """Of that thread we know only what class of fault it is named with: finished groups that are too old when their
+    turn comes, and are evicted or trained beyond the bound. Slow groups wait here while fast ones make new versions."""
+    settings = ScheduleSettings(steps=30, groups_per_step=4, samples=2, staleness=3, on_new_weights="keep")
+    world = world_of(settings, Costs(random.Random(3), spread=2.0, length_s=1.0, update_s=0.1), (3, 3)).run()
+
+    trained = [number for step in world.steps for number in step.groups]
+    assert sorted(trained) == sorted(set(trained))
+    assert len(trained) == 30 * 4
+    assert not [history for history in world.histories if history.void is not None]
+    ages = [
+        history.trained_version - history.oldest for history in world.histories if history.trained_version is not None
+    ]
+    assert max(ages) <= 3
+    assert max(ages) > 0, "nothing waited, so nothing was tested"
+
+
 def test_skyrl_long_groups_are_trained_as_often_as_they_are_offered() -> None:
     """Its documentation says that what is too old may be dropped, and that is what is slow."""
     settings = ScheduleSettings(steps=40, groups_per_step=4, samples=1, staleness=2, on_new_weights="keep")

@@ -386,7 +386,8 @@ class NativeEngine:
                 self._take_in(lag=0)
                 plan = self._scheduler.plan()
             if plan is None:
-                assert self._launched, "answers are under way and none can be advanced"
+                # What was launched may have ended the last sequence.
+                assert self._launched or not self._sequences, "answers are under way and none can be advanced"
                 self._take_in(lag=0)
                 return
             self._note(plan)

@@ -13,6 +13,7 @@ import numpy as np
 
 from podium.data.documents import Tokens
 from podium.data.trajectories import TrajectoryId
+from podium.errors import RolloutError
 from podium.rollout.native.answer_history import AnswerHistory, prompt_key
 from podium.rollout.native.rows import Rows, Sequence
 from podium.rollout.native.suffix_index import CONTEXT, SuffixIndex
@@ -28,6 +29,15 @@ _RETRY_STEPS = 64
 _PROMPT_TOKENS = 4096
 # Proposals of a sequence at first. Later as many as were accepted, and more.
 _FIRST_ALLOWANCE = 4
+
+
+def require_speculation(device_kind: str, tokens: int) -> None:
+    """Raises an error where a recipe asks for proposals and the engine's device has none yet."""
+    if tokens and device_kind != "cpu":
+        raise RolloutError(
+            f"rollout.speculation.tokens: {tokens} proposals are asked for on {device_kind}, where verifying them has "
+            "not been seen to work on hardware yet. Set it to 0, or placement.device to cpu."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

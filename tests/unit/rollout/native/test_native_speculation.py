@@ -16,10 +16,11 @@ from native_world import CPU, DEADLINE_S, Learner, ask, cache_gib, prompt_of, se
 from helpers.tensor_engines import engine_on_threads
 from helpers.tiny import VOCABULARY, save_tiny_model, tiny_tokenizer
 from podium.data.trajectories import TrajectoryId
+from podium.errors import RolloutError
 from podium.recipe import RolloutSection
 from podium.rollout.native.engine import NativeEngine
 from podium.rollout.native.lane_writes import write_lanes
-from podium.rollout.native.speculation import Speculation
+from podium.rollout.native.speculation import Speculation, require_speculation
 from podium.rollout.requests import Completion, Request, Sampling
 
 ON = {"tokens": 6}
@@ -330,3 +331,10 @@ def test_a_forward_never_has_more_rows_than_allowed(learner: Learner, monkeypatc
     monkeypatch.setattr(engine._scheduler, "plan", plan)
     sequences(engine, [ask(0, 9, new=3 + sample, sample=sample) for sample in range(20)])
     assert max(seen) == 12
+
+
+def test_proposals_on_a_device_that_was_not_seen_to_verify_them_are_refused() -> None:
+    require_speculation("cpu", 8)
+    require_speculation("cuda", 0)
+    with pytest.raises(RolloutError, match=r"rollout\.speculation\.tokens: 8 proposals .* on cuda"):
+        require_speculation("cuda", 8)
