@@ -136,7 +136,7 @@ def known_device(kind: str, name: str | None) -> Device:
 
 
 def predictions(case: Case, device: Device) -> dict[str, float]:
-    """Seconds of the step and its phases, and bytes; without what a shape does not tell: grading, the controller."""
+    """Seconds of the step and its phases, and bytes; without what a shape does not tell: the controller."""
     recipe = case.recipe()
     memory = memory_of(recipe, device)
     peak = {"peak bytes": float(memory.peak.num_bytes)}
@@ -157,9 +157,10 @@ def predictions(case: Case, device: Device) -> dict[str, float]:
     rollout_s = latency_s + PROMPTS * SAMPLES / lanes * task.new_tokens * costs.generation.token_s(lanes)
     update_s = costs.update.update_s(task.generated_per_step, 1)
     moves_s = 2 * costs.switch_s - latency_s
+    grading_s = costs.grading_s.median
     return {
-        "rollout": rollout_s, "update": update_s, "publish and residency": moves_s,
-        "step": rollout_s + update_s + moves_s, **peak,
+        "rollout": rollout_s, "update": update_s, "publish and residency": moves_s, "grading": grading_s,
+        "step": rollout_s + update_s + moves_s + grading_s, **peak,
     }  # fmt: skip
 
 

@@ -36,6 +36,7 @@ class Efficiency:
     decode_s: float = 60e-6  # of one decoding step: sampling, scheduling
     prefill_layer_s: float = 300e-6  # of one layer in a step that takes in prompts: some 60 kernels of 5 µs, one by one
     rollout_s: float = 0.010  # of one generation: messages, tokenizing, collecting the episodes
+    grading_s: float = 0.010  # until the last episodes are graded: messages, their text
     update_s: float = 0.027  # of one update: messages, packing, statistics; the controller between phases
     switch_s: float = 0.010  # roles that share a device: messages and fingerprints, from the update to generating again
     memory_s: float = 1.0e-12  # for each byte that changes hands between roles on a shared device, on either side

@@ -299,7 +299,7 @@ def cost_model(
         generation=generation,
         answer_tokens=episodes.answer_tokens,
         update=UpdateCost(token_s=token_s / head_tokens, constant_s=constant_s),
-        grading_s=episodes.grading_s,
+        grading_s=replace(episodes.grading_s, median=episodes.grading_s.median + efficiency.grading_s),
         publish_s=published_s + latency_s if layout != "colocated" else 0.0,
         switch_s=(switch_s + latency_s) / 2 if is_shared else 0.0,  # each way
         uniform_share=episodes.uniform_share,
