@@ -20,6 +20,7 @@ SPEAKS = {
     ("spmd/on_ray.py", "_RUN_S"): "a whole run, whose console is followed",
     ("cluster/cluster.py", "_FOREVER_S"): "a debugger: only where deadlines are switched off",
     ("controller/simulation/controlled.py", "_FOREVER_S"): "on a virtual clock",
+    ("controller/lent_devices.py", "_LAST_LOOK_S"): "no wait: for so long the scheduler is told how long a batch takes",
 }  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def test_a_death_takes_precedence_over_the_failure_that_it_causes(is_sender: boo
 
 
 def test_a_failure_without_a_death_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handles, "_DEATH_S", 0.05)
+    monkeypatch.setattr(handles, "DEATH_S", 0.05)
     for other in (End(7), End(RESET), End(7, after_s=0.5)):
         with pytest.raises(RoleError, match="reset"):
             sent(End(RESET), other)
