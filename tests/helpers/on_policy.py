@@ -202,6 +202,8 @@ def run_update(
     steps: int = 1,
     lr: float = 0.0,
     is_truncated: bool = False,
+    versions: tuple[int, ...] = (0,),
+    keeps_cache: bool = False,
 ) -> Updated:
     """One update as learners make it, with the rows in any order; lr 0 leaves the weights. Collective."""
     mesh, engine.recorded = engine.mesh, []
@@ -233,9 +235,10 @@ def run_update(
         reference=column(episodes.reference_T) if has_kl else None,
     )
     plan = UpdatePlan(
-        step=1, lr=lr, algorithm=case.section, temperature=episodes.temperature, versions=(0,),
+        step=1, lr=lr, algorithm=case.section, temperature=episodes.temperature, versions=versions,
         max_new_tokens=MAX_NEW_TOKENS, kl_coefficient=case.kl_coefficient if has_kl else 0.0, whiten=case.whiten,
         loss="imitation" if case.signal == "imitation" else "policy", is_truncated=is_truncated,
+        keeps_cache=keeps_cache,
     )  # fmt: skip
     note = PolicyUpdate(engine, max_tokens=max_tokens).run(block, shard, plan)
     return Updated(gradients=tuple(assembled(engine, each) for each in engine.recorded), note=note)

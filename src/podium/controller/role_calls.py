@@ -63,6 +63,7 @@ class PolicyRole:
             whiten=isinstance(advantages, Advantages) and advantages.whiten,
             loss=loss,
             is_truncated=bool(recipe.rollout.truncated_by),
+            keeps_cache=recipe.rollout.staleness > 0 and recipe.rollout.on_new_weights == "keep",
         )
         async with self._devices.phase("update"):
             learning = asyncio.create_task(self._parts.roles.policy.update(batch, plan, seed=recipe.run.seed))

@@ -277,6 +277,7 @@ class UpdatePlan:
     whiten: bool = False  # shift and scale are computed over the whole step
     loss: Literal["policy", "imitation"] = "policy"
     is_truncated: bool = False  # top-k, top-p or min-p left tokens out when the batch was sampled
+    keeps_cache: bool = False  # sequences that got new weights went on with the keys and values of older ones
 
     @property
     def version(self) -> int:

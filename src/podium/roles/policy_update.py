@@ -130,7 +130,7 @@ class PolicyUpdate:
         kept_mass = 0.0, 0.0
         if old_T is not behavior_T:
             ages = _ages(old_T[trained_T], behavior_T[trained_T], block.versions_T[trained_T], plan)
-            current_T = trained_T & (block.versions_T == plan.version)
+            current_T = trained_T & _comparable_T(block, plan)
             delta_S = old_T[current_T].astype(np.float64) - behavior_T[current_T]
             gap = LogprobGap.of(delta_S, _group_T(block)[current_T], is_truncated=plan.is_truncated)
             if plan.is_truncated:
@@ -248,6 +248,7 @@ class PolicyUpdate:
             objective=objective,
             behavior_S=moved(columns.behavior_T),
             versions_S=block.versions_T[places_S],
+            is_comparable_S=_comparable_T(block, plan)[places_S],
             group_S=_group_T(block)[places_S],
         )
 
@@ -258,6 +259,7 @@ class _Micro:
     objective: PolicyObjective
     behavior_S: Tensor
     versions_S: NDArray[np.int32]
+    is_comparable_S: NDArray[np.bool_]
     group_S: Ints
     is_first: bool = False  # computed before any of the batch's optimizer steps
 
@@ -306,6 +308,17 @@ def _group_T(block: TrajectoryBlock) -> Ints:
     return np.repeat(block.ids.array_N4[:, 0].astype(np.int64), block.lengths_N)
 
 
+def _comparable_T(block: TrajectoryBlock, plan: UpdatePlan) -> NDArray[np.bool_]:
+    """Tokens of which engine and learner compute the same: those that the current weights sampled. Where a cache is
+    kept over new weights, that holds only for sequences that were sampled by them as a whole."""
+    current_T: NDArray[np.bool_] = block.versions_T == plan.version
+    if plan.keeps_cache:
+        sequence_T = np.repeat(np.arange(len(block.ids)), block.lengths_N)
+        older_T = (block.versions_T >= 0) & ~current_T
+        current_T = current_T & ~np.isin(sequence_T, sequence_T[older_T])
+    return current_T
+
+
 def _is_comparable(plan: UpdatePlan) -> bool:
     """Whether the loss computes log-probs at the temperature of the engine. Imitation has temperature 1."""
     return plan.loss == "policy" or plan.temperature == 1.0
@@ -327,7 +340,7 @@ def _gap(seen: Sequence[tuple[_Micro, Tensor, Tensor]], plan: UpdatePlan) -> Log
     parts = []
     for micro, logprobs_S, _ in seen:
         if micro.is_first:
-            current_S = micro.versions_S == plan.version
+            current_S = micro.is_comparable_S
             delta_S = (logprobs_S - micro.behavior_S).double().cpu().numpy()[current_S]
             parts.append(LogprobGap.of(delta_S, micro.group_S[current_S], is_truncated=plan.is_truncated))
     return LogprobGap.merge(parts)

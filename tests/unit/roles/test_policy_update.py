@@ -35,6 +35,7 @@ from podium.algorithms.dense import token_cross_entropy
 from podium.engine.scoring import score
 from podium.recipe import AlgorithmSection
 from podium.roles.token_rows import packed_rows
+from podium.weights.canary import LogprobGap
 
 SAME = 1e-5
 REDUCTIONS = ("token_mean", "sequence_sum_mean", "sequence_mean_mean", "constant")
@@ -370,6 +371,31 @@ def test_tokens_that_a_mask_drops_are_in_the_gap(setting: Setting) -> None:
     assert note.gap.mean == pytest.approx(3.0 * len(places[::2]) / len(places), rel=1e-4)
     assert note.gap.is_of_other_tokens
     assert set(note.gap.by_group) == set(block.ids.array_N4[:, 0].tolist())
+
+
+@pytest.mark.parametrize("case", ["clipped", "token mask"])  # the second recomputes log-probs before the update
+def test_where_a_cache_is_kept_sequences_with_older_tokens_are_not_compared(setting: Setting, case: str) -> None:
+    """Their newer tokens were sampled with keys and values of older weights, which the learner does not have."""
+    block, own_T = setting.episodes.block, recomputed_logprobs(setting)
+    trained_T = block.loss_mask_T & (own_T != 0)
+    sequence_T = np.repeat(np.arange(len(block.ids)), block.lengths_N)
+    versions_T = np.where(block.versions_T >= 0, 1, -1).astype(np.int32)
+    mixed = int(sequence_T[np.flatnonzero(trained_T)[0]])
+    first = np.flatnonzero(trained_T & (sequence_T == mixed))[0]
+    versions_T[first] = 0
+    behavior_T = np.where(trained_T, own_T, block.behavior_logprobs_T).astype(np.float32)
+    behavior_T[trained_T & (sequence_T == mixed)] -= 2.0  # what another cache does, and more
+    stale = replace(setting.episodes, block=replace(block, versions_T=versions_T, behavior_logprobs_T=behavior_T))
+
+    def gap(keeps_cache: bool) -> LogprobGap:
+        return run_update(setting.engine, stale, CASES[case], versions=(0, 1), keeps_cache=keeps_cache).note.gap
+
+    in_mixed = int((trained_T & (sequence_T == mixed)).sum())
+    assert in_mixed > 1
+    assert gap(keeps_cache=True).count == trained_T.sum() - in_mixed
+    assert gap(keeps_cache=True).mean == pytest.approx(0.0, abs=1e-5)
+    assert gap(keeps_cache=False).count == trained_T.sum() - 1
+    assert gap(keeps_cache=False).largest == pytest.approx(2.0, abs=1e-4)
 
 
 def test_an_update_whose_every_token_is_dropped_leaves_the_weights_and_says_so(setting: Setting) -> None:
