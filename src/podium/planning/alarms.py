@@ -52,6 +52,7 @@ def alarms_of(
     yield from fallen or _unlike_heldout(recipe, steps, count, heldout)
     yield from _entropy(first, last)
     yield from _lengths(first, last)
+    yield from _cut_heldout(heldout)
     yield from _reward(first, last)
     if next(_warnings(recipe, steps[-_WATCHED:]), None) is not None:
         yield from _warnings(recipe, steps[-_LASTING:])  # what has passed is no alarm
@@ -137,8 +138,9 @@ def _stale(last: Sequence[Metrics]) -> Iterator[str]:
         signs = [f"staleness/kl {kl:.2g}"] if kl is not None else []
         signs += [f"staleness/ess {ess:.2f}"] if ess is not None else []
         yield (
-            f"the weights move far while answers wait: trained answers are {age:.1f} versions old on average "
-            f"({', '.join(signs)})"
+            f"trained answers are {age:.1f} versions old on average, and the weights have moved far since "
+            f"({', '.join(signs)}; medians of the last steps). Lower rollout.staleness or optimizer.lr, or set "
+            "algorithm.correction"
         )
 
 
@@ -151,10 +153,21 @@ def _entropy(first: Sequence[Metrics], last: Sequence[Metrics]) -> Iterator[str]
 def _lengths(first: Sequence[Metrics], last: Sequence[Metrics]) -> Iterator[str]:
     before, now = _median(first, "response/mean"), _median(last, "response/mean")
     if before and now and now > _LENGTHS * before:
-        yield f"answers have grown from {before:.0f} to {now:.0f} tokens (response/mean)"
+        paid, pays = _median(first, "reward/mean"), _median(last, "reward/mean")
+        why = ""
+        if paid is not None and pays is not None and pays > paid:
+            why = f", and the reward from {paid:.3g} to {pays:.3g}: it may pay for length"
+        yield f"answers have grown from {before:.0f} to {now:.0f} tokens (medians of response/mean){why}"
     cut_before, cut = _median(first, "episodes/truncated") or 0.0, _median(last, "episodes/truncated") or 0.0
     if cut > _TRUNCATED and cut > cut_before + 0.3:
         yield f"{cut:.0%} of the answers are cut off, and {cut_before:.0%} were at first (episodes/truncated)"
+
+
+def _cut_heldout(evaluations: Sequence[tuple[int, Metrics]]) -> Iterator[str]:
+    found = [(step, values["heldout/truncated"]) for step, values in evaluations if "heldout/truncated" in values]
+    if len(found) > 1 and found[-1][1] > _TRUNCATED and found[-1][1] > found[0][1] + 0.3:
+        (first, before), (last, now) = found[0], found[-1]
+        yield f"{now:.0%} of the held-out answers are cut off at step {last}, and {before:.0%} were at step {first}"
 
 
 def _reward(first: Sequence[Metrics], last: Sequence[Metrics]) -> Iterator[str]:

@@ -117,6 +117,24 @@ def test_fewer_solved_held_out_answers_are_an_alarm_when_it_is_more_than_chance(
     assert "reward" not in next(alarms_of(recipe, falling, evaluations(0.3, 0.0)))
 
 
+def test_answers_that_grow_are_said_with_the_reward_that_grows_and_cut_held_out_answers_beside(tmp_path: Path) -> None:
+    recipe = simulated_recipe(tmp_path)
+    steps = [
+        (step, {"response/mean": 10.0 * step, "reward/mean": 0.1 * step, "grad_norm": 1.0, "loss": 0.1 * step})
+        for step in range(1, 9)
+    ]
+    cut = [(0, {"heldout/truncated": 0.0}), (8, {"heldout/truncated": 1.0})]
+
+    assert list(alarms_of(recipe, steps, cut)) == [
+        "answers have grown from 15 to 75 tokens (medians of response/mean), and the reward from 0.15 to 0.75: it may "
+        "pay for length",
+        "100% of the held-out answers are cut off at step 8, and 0% were at step 0",
+    ]
+    worse = [(step, {**values, "reward/mean": -0.1 * step}) for step, values in steps]
+    assert next(alarms_of(recipe, worse, cut)).endswith("75 tokens (medians of response/mean)")
+    assert list(alarms_of(recipe, steps[:1], cut[1:])) == []
+
+
 def test_old_answers_are_said_and_an_alarm_only_where_the_weights_moved(tmp_path: Path) -> None:
     recipe = simulated_recipe(
         tmp_path, placement={"layout": "split", "devices": 2}, rollout={"staleness": 4},
@@ -132,7 +150,8 @@ def test_old_answers_are_said_and_an_alarm_only_where_the_weights_moved(tmp_path
     assert list(age_texts(recipe, [(step, near | {"staleness/mean": 1.0}) for step in range(8)])) == []
     assert list(alarms_of(recipe, [(step, near) for step in range(8)])) == []
     (alarm,) = alarms_of(recipe, [(step, far) for step in range(8)])
-    assert "the weights move far while answers wait" in alarm
+    assert alarm.startswith("trained answers are 2.5 versions old on average, and the weights have moved far since")
+    assert "Lower rollout.staleness" in alarm
     assert "staleness/kl 0.2" in alarm
 
 
