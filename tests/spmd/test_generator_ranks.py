@@ -15,6 +15,7 @@ import pytest
 
 from helpers.engines import one_rank
 from helpers.tiny import save_tiny_model, tiny_tokenizer
+from podium.cluster import processes
 from podium.errors import RolloutError
 from podium.models.cpu_settings import CpuSettings
 from podium.recipe import ModelSection
@@ -43,8 +44,7 @@ def opened(folder: Path, script: Any, ranks: int, **named: Any) -> Iterator[Nati
 
 def children() -> set[int]:
     """Processes that this one has started and that have not ended."""
-    path = Path(f"/proc/{os.getpid()}/task")
-    return {int(child) for task in path.iterdir() for child in (task / "children").read_text().split()}
+    return set(processes.children(os.getpid()))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "qwen3_moe", "gpt_oss"])

@@ -25,7 +25,8 @@ def test_grpo_of_the_recorded_shape_is_predicted_as_the_docs_say(tmp_path: Path)
     assert found["rollout"] == pytest.approx(0.608, rel=0.02)
     assert found["update"] == pytest.approx(0.255, rel=0.06)
     assert found["publish and residency"] == pytest.approx(0.065, rel=0.06)
-    parts = found["rollout"] + found["update"] + found["publish and residency"]
+    assert found["grading"] == pytest.approx(0.010)
+    parts = found["rollout"] + found["update"] + found["publish and residency"] + found["grading"]
     assert found["step"] == pytest.approx(parts)
     assert 30 * GIB < found["peak bytes"] < 60 * GIB
 
