@@ -146,9 +146,11 @@ class LentDevices:
 
     async def close(self) -> None:
         """Gives up what is running there."""
-        with suppress(WorkerDiedError):  # what the run ends with says so
-            if self._reading is not None and self._parts.roles.runner is not None:
+        # What the run ends with says which worker died.
+        if self._reading is not None and self._parts.roles.runner is not None:
+            with suppress(WorkerDiedError):
                 await self._generator.stop_serving()
+        with suppress(WorkerDiedError):
             await self._opened.aclose()
         if self._reading is not None:
             self._reading.cancel()
