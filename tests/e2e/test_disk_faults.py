@@ -123,9 +123,16 @@ def test_a_last_step_that_cannot_be_saved_is_an_error_and_is_repeated_by_resume(
     assert workspace.metric("sums", "loss") == healthy
 
 
+def remove(folder: Path) -> None:
+    """At once: a save may be writing into it, and move what it has written."""
+    gone = folder.with_name(f"{folder.name}-gone")
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 def test_a_removed_run_folder_is_made_again(workspace: Workspace, after_step: Callable[[AtStep], None]) -> None:
     run = workspace.path / "runs" / "sums"
-    after_step(lambda step: shutil.rmtree(run) if step == 5 else None)
+    after_step(lambda step: remove(run) if step == 5 else None)
     outcome = train(workspace, sft(workspace))
 
     text = text_of(outcome)
@@ -196,7 +203,7 @@ def test_an_on_policy_run_makes_its_removed_folder_again(
     workspace: Workspace, after_step: Callable[[AtStep], None]
 ) -> None:
     run = workspace.path / "runs" / "gone"
-    after_step(lambda step: shutil.rmtree(run) if step == 3 else None)
+    after_step(lambda step: remove(run) if step == 3 else None)
     outcome = train(workspace, rl_recipe(workspace, "gone", steps=5, checkpoint={"every": 2}))
 
     text = text_of(outcome)
