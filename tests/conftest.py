@@ -20,11 +20,13 @@ from helpers.disks import mounted
 from helpers.processes import user_processes, wait_until
 from helpers.tiny import save_tiny_folder, write_chats
 from helpers.workspace import Workspace
+from podium.models.exact_products import make_products_exact
 
 # How long an example takes depends on what else the machine does. A property with more cases says so itself.
 settings.register_profile("podium", deadline=None, max_examples=50)
 settings.load_profile("podium")
 # Two busy cores share these tests: hand-offs between threads, and oneDNN's cost per call, are most of a tiny model.
+assert make_products_exact()  # before anything multiplies
 torch.set_num_threads(1)
 torch.backends.mkldnn.set_flags(False)
 transformers.logging.set_verbosity_error()

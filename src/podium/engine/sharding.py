@@ -21,6 +21,7 @@ from podium.errors import ModelError
 from podium.models.buffers import persistent_buffers, restore_buffers
 from podium.models.causal_lm import PackedCausalLM, build, load_config, padded_parameters
 from podium.models.context_plan import require_context_type
+from podium.models.exact_products import make_products_exact
 from podium.models.expert_axis import ExpertGroups
 from podium.models.expert_parallel import divide_experts
 from podium.models.expert_plan import KEY as EXPERTS_KEY
@@ -173,6 +174,8 @@ def _spread(
     their compute dtype, so that forward, backward and generation read them without casting. Sharded
     parameters with masters are float32 themselves and cast as they are gathered. The frozen base of an adapter has no
     masters."""
+    if mesh.device.type == "cpu":
+        make_products_exact()
     if mesh.context is not None:
         require_context_type(model.hf.config.get_text_config().model_type)
         model.context = mesh.context

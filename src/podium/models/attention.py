@@ -324,8 +324,11 @@ def plain_attention(
     dropout: float = 0.0,
     softcap: float | None,
     sinks: Tensor | None,  # [H]
+    key_stretch: int | None = None,
 ) -> Tensor:
-    """Attention written out, for features without a fused kernel: soft-capped scores and attention sinks."""
+    """Attention written out, for features without a fused kernel: soft-capped scores and attention sinks.
+    `key_stretch`: values are added up over so many keys at a time, so that surplus keys behind them leave the bits as
+    they are."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = (q @ k.transpose(-1, -2)) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
@@ -337,4 +340,8 @@ def plain_attention(
         probabilities = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
     else:
         probabilities = torch.softmax(scores, dim=-1)
-    return F.dropout(probabilities.to(v.dtype), p=dropout) @ v
+    weights = F.dropout(probabilities.to(v.dtype), p=dropout)
+    if key_stretch is None or v.shape[-2] <= key_stretch:
+        return weights @ v
+    stretches = zip(weights.split(key_stretch, dim=-1), v.split(key_stretch, dim=-2), strict=True)
+    return sum((part @ values for part, values in stretches), start=torch.zeros((), dtype=v.dtype, device=v.device))

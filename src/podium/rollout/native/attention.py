@@ -5,10 +5,12 @@ One forward holds the newest token of every sequence and chunks of prompts. Each
 of all of them into its blocks and then attends over the blocks.
 
 On CPU a token's result depends only on the tokens that it attends to, to the last bit. It does not depend on its batch,
-on its place in memory, or on whether it is prefilled or decoded. Kernels round differently in two cases, and the shapes
-used here avoid both. A product of a single row uses another routine, so there are never fewer than two query rows, nor
-one row left over behind a block. Elements behind the last whole vector use another exponential, so keys come in whole
-vectors, the surplus ones masked."""
+on its place in memory, or on whether it is prefilled or decoded. Kernels round differently in three cases, and the
+shapes used here avoid them. A product of a single row uses another routine, so there are never fewer than two query
+rows, nor one row left over behind a block. Elements behind the last whole vector use another exponential, so keys come
+in whole vectors, the surplus ones masked. A product over many keys is cut into parts at places that depend on their
+number, so there are whole stretches of keys where that happens (`padded_keys`). What rows of a product do to one
+another on x86 is the subject of `models.exact_products`."""
 
 # T tokens of this forward · N rows · H query heads · K key-value heads · E head width
 
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 
 from podium.models.attention import plain_attention, varlen_attention
 from podium.rollout.native.cache import LayerCache
-from podium.rollout.native.sizing import KEY_MULTIPLE
+from podium.rollout.native.sizing import KEY_STRETCH, padded_keys
 
 # Query rows of one call. Torch's fused kernel works on blocks of 32 and more rows, so an even count leaves two or none
 # behind the last block. Written-out attention takes a naive product below some 400 multiplications; four rows of 16
@@ -132,7 +134,7 @@ class CachedStep:
         heads, shared = query.shape[1], layer.keys.shape[1]
         q = query[0, :, run.first : run.first + run.count].transpose(0, 1)
         slots = slice(run.first_slot, run.first_slot + run.count)
-        keys = min(whole_vectors(run.longest), layer.keys.shape[2])
+        keys = min(padded_keys(run.longest), layer.keys.shape[2])
         k, v = layer.keys[slots, :, :keys], layer.values[slots, :, :keys]
         if softcap is None and sinks is None:
             group = heads // shared
@@ -141,7 +143,9 @@ class CachedStep:
             return out[:, :, :group].reshape(run.count, heads, v.shape[-1])
         visible = self._slot_mask(run, keys, window) == 0
         q = _whole_rows(q.unsqueeze(2), _PLAIN_ROWS)
-        return plain_attention(q, k, v, visible, scaling=scaling, softcap=softcap, sinks=sinks)[:, :, 0]
+        return plain_attention(
+            q, k, v, visible, scaling=scaling, softcap=softcap, sinks=sinks, key_stretch=KEY_STRETCH
+        )[:, :, 0]
 
     def _slot_mask(self, run: SlotRun, keys: int, window: int | None) -> Tensor:
         """[N, 1, 1, keys]: 0 where a row attends, -inf elsewhere."""
@@ -177,11 +181,13 @@ class CachedStep:
         if q.is_cuda:  # fused kernels there apply the mask themselves
             return self._of_piece_on_cuda(layer, q, piece, scaling, window, softcap, sinks)
         q = _whole_rows(q, _PLAIN_ROWS if plain else _FUSED_ROWS)
-        keys = whole_vectors(piece.length)
+        keys = padded_keys(piece.length)
         k, v = (_sequence(store, piece, keys) for store in (layer.keys, layer.values))
         mask = self._piece_mask(piece, q.shape[2], keys, window)
         if plain:
-            out = plain_attention(q, k, v, mask == 0, scaling=scaling, softcap=softcap, sinks=sinks)
+            out = plain_attention(
+                q, k, v, mask == 0, scaling=scaling, softcap=softcap, sinks=sinks, key_stretch=KEY_STRETCH
+            )
         else:
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
@@ -248,11 +254,6 @@ class CachedStep:
             scaling=scaling,
             window=window,
         )
-
-
-def whole_vectors(keys: int) -> int:
-    """The number of keys, rounded up to a multiple of the widest vectors."""
-    return -(-keys // KEY_MULTIPLE) * KEY_MULTIPLE
 
 
 def _whole_rows(query: Tensor, multiple: int) -> Tensor:

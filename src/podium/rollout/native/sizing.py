@@ -4,6 +4,7 @@ torch-free."""
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 
 from podium.errors import RolloutError
@@ -11,7 +12,13 @@ from podium.recipe import EngineSection
 
 GIB = 1 << 30
 # Floats of the widest vector of any CPU (AVX-512): attention reads keys in multiples of it.
-KEY_MULTIPLE = 16
+_KEY_MULTIPLE = 16
+# Keys of one product in torch's fused kernel on CPU, which reads longer sequences in stretches of so many.
+KEY_STRETCH = 512
+# On x86 MKL cuts a product over more keys into parts, at places that depend on their number: there are whole stretches
+# then, whose parts are always the same. With AVX2 it begins at 192 keys, with AVX-512 above 256.
+_UNCUT_KEYS = 192
+_HAS_MKL = platform.machine() in ("x86_64", "AMD64")
 _CUDA_SHARE = 0.8
 _CPU_GIB = 2.0
 _CUDA_PAGE = 64
@@ -48,8 +55,8 @@ def choose_sizes(section: EngineSection, *, context: int, token_bytes: int, cuda
         block, slots = min(_CPU_PAGE, max_length), False
     # The kernel reads tiles that lie in one block each.
     block = max(16, 1 << (block - 1).bit_length()) if cuda else min(block, max_length)
-    if slots:  # attention reads keys in whole vectors
-        block = -(-block // KEY_MULTIPLE) * KEY_MULTIPLE
+    if slots:
+        block = padded_keys(block)
     num_blocks = budget // (block * token_bytes)
     if slots:
         running = min(running, num_blocks)
@@ -70,6 +77,13 @@ def choose_sizes(section: EngineSection, *, context: int, token_bytes: int, cuda
         num_blocks=num_blocks,
         slots=slots,
     )
+
+
+def padded_keys(keys: int, *, has_mkl: bool = _HAS_MKL) -> int:
+    """So many keys and more that attention on CPU reads, the surplus ones masked, for a sequence of this length. A
+    token's result then has the same bits wherever in a sequence, and beside whatever lengths, it is computed."""
+    multiple = KEY_STRETCH if has_mkl and keys > _UNCUT_KEYS else _KEY_MULTIPLE
+    return -(-keys // multiple) * multiple
 
 
 def _budget(section: EngineSection, *, cuda: bool, free_bytes: int) -> int:

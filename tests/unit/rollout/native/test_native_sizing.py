@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from podium.errors import RolloutError
 from podium.recipe import RolloutSection
-from podium.rollout.native.sizing import GIB, Sizes, choose_sizes
+from podium.rollout.native.sizing import GIB, Sizes, choose_sizes, padded_keys
 
 KIB = 1 << 10
 
@@ -112,5 +112,5 @@ def test_whatever_is_requested_the_cache_fits_and_something_can_run(
     assert (found.cache_tokens + own) * token_bytes <= free
     assert 1 <= found.max_running <= (requested["max_running"] or 256)
     assert found.max_length == min(requested["max_length"] or context, context)
-    assert not found.slots or found.max_length <= found.block_size < found.max_length + 16
+    assert not found.slots or found.block_size == padded_keys(found.max_length)
     assert not found.slots or found.max_running <= found.num_blocks
