@@ -81,6 +81,7 @@ class LentDevices:
         self._opened = AsyncExitStack()
         self._reading: asyncio.Task[None] | None = None
         self._lanes: tuple[int, ...] = ()
+        self._has_served = False  # the streams of runners that are open
         self._lent_at: float | None = None
         self._lend_s = self._recall_s = 0.0  # of the last time
         self._lent_s = self._switch_s = self._tokens = self._tokens_before = 0.0  # since the last `take_metrics`
@@ -97,6 +98,10 @@ class LentDevices:
         """Of these, seconds to recall them."""
         return self._recall_s
 
+    def begin_streams(self) -> None:
+        """Streams of the other workers begin anew: episode runners wait for nothing that was asked before."""
+        self._has_served = False
+
     async def lend(self) -> None:
         """The devices generate from now on, with the learner's weights."""
         began = now_s()
@@ -106,7 +111,9 @@ class LentDevices:
         self._tokens_before = await self._generated()
         runner = self._parts.roles.runner
         if runner is not None:
-            served = await self._opened.enter_async_context(self._generator.serving())
+            serving = self._generator.serving(keeps_answers=self._has_served)
+            served = await self._opened.enter_async_context(serving)
+            self._has_served = True
             self._reading = asyncio.create_task(self._failing(served))
             await runner.use_lent(True)
             self._flow.note_lent({})

@@ -199,6 +199,8 @@ class OverlapExecutor:
         if self._transfer is None and self._members.moves_episodes:  # for generators that join
             self._transfer = await roles.policy.store(self._state.version)
         self._meter.begin(await roles.generator.usage())
+        if self._lent is not None:
+            self._lent.begin_streams()
         self._generating = asyncio.create_task(self._generate())
 
     async def _generate(self) -> None:

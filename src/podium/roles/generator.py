@@ -146,9 +146,9 @@ class GeneratorRank(Generator):
             self._summaries.begin()
         return has_work
 
-    def begin_serving(self) -> None:
+    def begin_serving(self, keeps_answers: bool = False) -> None:
         """Accepts requests of runners from now on."""
-        self._mailboxes.open()
+        self._mailboxes.open(keeps_answers)
 
     def stop_serving(self, give_back: bool = False) -> None:
         """Ends `serve`."""

@@ -152,10 +152,14 @@ class GeneratorHandle:
         return (await self._group.call_one(rank, Generator.lanes)).value
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[asyncio.Task[tuple[CallResult[tuple[Metric, ...]], ...]]]:
-        """Generators answer episode runners inside this context; the task returns their metrics afterwards."""
+    async def serving(
+        self, *, keeps_answers: bool = False
+    ) -> AsyncIterator[asyncio.Task[tuple[CallResult[tuple[Metric, ...]], ...]]]:
+        """Generators answer episode runners inside this context; the task returns their metrics afterwards.
+        `keeps_answers`: they have served streams before that still run, and runners may not have fetched all answers
+        yet."""
         async with self._accompanied():
-            await self._group.call_all(Generator.begin_serving)
+            await self._group.call_all(Generator.begin_serving, keeps_answers)
             serving = asyncio.create_task(self._group.call_all(Generator.serve))
             try:
                 yield serving

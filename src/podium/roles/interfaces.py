@@ -275,8 +275,9 @@ class Generator(EpisodeSource):
         intervals."""
 
     @abstractmethod
-    def begin_serving(self) -> None:
-        """Called before `serve`: runners may send requests from now on."""
+    def begin_serving(self, keeps_answers: bool = False) -> None:
+        """Called before `serve`: runners may send requests from now on. Answers that no runner has fetched are
+        forgotten, unless `keeps_answers`: runners whose streams have gone on since then wait for them."""
 
     @abstractmethod
     def stop_serving(self, give_back: bool = False) -> None:

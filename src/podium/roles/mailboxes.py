@@ -34,13 +34,15 @@ class Mailboxes:
         with self._changed:
             return not self._owners and not self._closing
 
-    def open(self) -> None:
+    def open(self, keeps_answers: bool = False) -> None:
         """Accepts requests from now on. What nobody has fetched before is forgotten: a run that went back asks for the
-        same episodes again, and must not get answers of other weights or turns."""
+        same episodes again, and must not get answers of other weights or turns. `keeps_answers`: the runners are the
+        same as before, and still wait for it."""
         with self._changed:
             self._closing, self._failure = False, None
             self._owners.clear()
-            self._boxes.clear()
+            if not keeps_answers:
+                self._boxes.clear()
 
     def close(self) -> None:
         """Closes the mailboxes: no more requests will come. Threads that wait for work stop waiting."""

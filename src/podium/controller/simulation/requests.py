@@ -49,11 +49,12 @@ class Requests:
         self._answers: dict[str, list[Completion]] = {}  # by runner, not fetched yet
         self._waiting: dict[str, asyncio.Event] = {}  # calls, by runner
 
-    def open(self) -> None:
-        """The generator takes requests from now on. What nobody has fetched before is forgotten."""
+    def open(self, keeps_answers: bool = False) -> None:
+        """The generator takes requests from now on. What nobody has fetched before is forgotten, unless it is kept."""
         self.is_open = True
         self._open.clear()
-        self._answers.clear()
+        if not keeps_answers:
+            self._answers.clear()
 
     def take(self, runner: str, request: Request) -> DeviceSequence:
         """The request as a sequence of the device. One that another generator has begun needs less."""

@@ -251,9 +251,9 @@ class SimulatedGenerator(Generator):
             self._requests.is_open = False
         return _metrics(float(self._num_tokens - num_tokens), self._clock() - began_s)
 
-    def begin_serving(self) -> None:
+    def begin_serving(self, keeps_answers: bool = False) -> None:
         """Takes requests from now on."""
-        self._requests.open()
+        self._requests.open(keeps_answers)
         self._is_finished = False
 
     def stop_serving(self, give_back: bool = False) -> None:
