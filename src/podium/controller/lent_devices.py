@@ -152,16 +152,17 @@ class LentDevices:
         self._flow.note_returned(workers)
 
     async def close(self) -> None:
-        """Gives up what is running there."""
-        # What the run ends with says which worker died.
+        """Gives up what is running there, on every device whatever fails on others. Then the first failure is raised,
+        unless it is a death: what the run ends with says which worker died."""
+        failures: list[Exception] = []
         if self._reading is not None and self._parts.roles.runner is not None:
-            with suppress(WorkerDiedError):
-                await self._generator.stop_serving()
-        with suppress(WorkerDiedError):
-            await self._opened.aclose()
+            failures += await _failures_of(self._generator.stop_serving())
+        failures += await _failures_of(self._opened.aclose())
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
+        if failures:
+            raise failures[0]
 
     def take_metrics(self) -> dict[str, float]:
         """Of all lending since the last call."""
@@ -187,3 +188,13 @@ class LentDevices:
             await work
         except Exception as error:
             self._fail(error)
+
+
+async def _failures_of(work: Awaitable[object]) -> list[Exception]:
+    """What it raises, but for deaths."""
+    try:
+        with suppress(WorkerDiedError):
+            await work
+    except Exception as error:
+        return [error]
+    return []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, assert_never
 
 from podium.cluster import ObjectScope
@@ -150,17 +151,18 @@ class OverlapExecutor:
     async def close(self) -> None:
         """Gives up the episodes that are running. Weights that are on their way arrive first: they must not replace
         newer ones later."""
-        await self._members.close()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_ARRIVE_S)
-        tasks = [*self._tasks, *([self._generating] if self._generating is not None else [])]
-        self._generating = None
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._lent is not None:
-            await self._lent.close()
-        await self._grading.close()
+        async with AsyncExitStack() as stack:  # whatever fails before
+            stack.push_async_callback(self._grading.close)
+            if self._lent is not None:
+                stack.push_async_callback(self._lent.close)
+            await self._members.close()
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=_ARRIVE_S)
+            tasks = [*self._tasks, *([self._generating] if self._generating is not None else [])]
+            self._generating = None
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def end(self) -> None:
         """Groups that no step has trained on are void, as far as this process is concerned."""

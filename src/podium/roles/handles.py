@@ -120,22 +120,17 @@ class GeneratorHandle:
         try:
             yield calls
         finally:
-            were_told = await asyncio.gather(*(self._leave(parts, rank) for rank in following))
-            if not all(were_told):  # a worker beside them died: all are replaced, and none of these calls returns
+            leaving = (parts.control_one(rank, GeneratorPart.leave) for rank in following)
+            told = await asyncio.gather(*leaving, return_exceptions=True)
+            untold = [each for each in told if isinstance(each, BaseException)]
+            if untold:  # after a death all are replaced; none of these calls returns
                 for each in calls:
                     each.cancel()
             results = await asyncio.gather(*calls, return_exceptions=True)
-            failed = next((each for each in results if isinstance(each, Exception)), None)
+            failures = (*results, *(each for each in untold if not isinstance(each, WorkerDiedError)))
+            failed = next((each for each in failures if isinstance(each, Exception)), None)
             if failed is not None:
                 raise failed
-
-    async def _leave(self, parts: RoleGroup[GeneratorPart], rank: int) -> bool:
-        """Whether the worker could be told."""
-        try:
-            await parts.control_one(rank, GeneratorPart.leave)
-        except WorkerDiedError:
-            return False
-        return True
 
     async def replace(self, stream: EpisodeStream, lost: Lost) -> None:
         """Raises the error: who has its weights replaces it, or the run goes back to its last committed step."""
@@ -164,16 +159,27 @@ class GeneratorHandle:
             try:
                 yield serving
             finally:
-                await asyncio.gather(*(self._stop_serving(rank) for rank in self.ranks))
+                failures = await self._stop_serving(give_back=False)
+                failed = next((each for each in failures if not isinstance(each, WorkerDiedError)), None)
+                if failed is not None:  # that engine may never end
+                    await asyncio.wait({serving}, timeout=DEATH_S)
+                    if not serving.cancel():
+                        await serving  # a death takes precedence
+                    raise failed
                 await serving
 
-    async def _stop_serving(self, rank: int) -> None:
-        with suppress(WorkerDiedError):  # the others must stop all the same; `serving` raises it
-            await self._group.control_one(rank, Generator.stop_serving, False)
-
     async def stop_serving(self) -> None:
-        """Gives all requests of episode runners back, with the tokens that they have. Ends `serving`."""
-        await self._group.control_all(Generator.stop_serving, True)
+        """Gives all requests of episode runners back, with the tokens that they have. Ends `serving`. All engines are
+        told, also if one fails; then its failure is raised, a death first."""
+        failures = await self._stop_serving(give_back=True)
+        if failures:
+            raise next((each for each in failures if isinstance(each, WorkerDiedError)), failures[0])
+
+    async def _stop_serving(self, *, give_back: bool) -> list[BaseException]:
+        """Tells all engines. The failures of those that could not be told."""
+        calls = (self._group.control_one(rank, Generator.stop_serving, give_back) for rank in self.ranks)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        return [each for each in results if isinstance(each, BaseException)]
 
     async def forget(self, runner: str) -> None:
         """Cancels the requests of a runner that died."""
