@@ -131,7 +131,7 @@ class UpdateNote:
     statistics: PolicyStatistics
     gap: LogprobGap  # engine against learner, before the first optimizer step
     sampling: EffectiveSampleSize | None
-    kept_mass: tuple[float, float]  # that truncated sampling kept, over tokens of the current version: sum and count
+    kept_mass: tuple[float, float]  # that truncated sampling kept, over the tokens of `gap`: sum and count
     ages: ByAge  # empty if no token is stale
     entropy: tuple[float, float]  # sum and count
     kl_reference: tuple[float, float]

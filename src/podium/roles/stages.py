@@ -265,7 +265,7 @@ class UpdateReport:
     statistics: PolicyStatistics
     gap: LogprobGap
     sampling: EffectiveSampleSize | None
-    kept_mass: float | None  # mean; None: nothing was truncated, or no token is of the current version
+    kept_mass: float | None  # mean; None: nothing was truncated, or no token can be compared
     ages: ByAge  # empty if no token is stale
     entropy: float
     kl_reference: float | None

@@ -142,6 +142,28 @@ def test_only_tokens_of_the_current_version_have_a_kept_mass(engine: RecordingEn
     assert note.kept_mass == (0.0, 0.0)
 
 
+def test_where_a_cache_is_kept_sequences_with_older_tokens_have_no_kept_mass(
+    engine: RecordingEngine, episodes: Episodes
+) -> None:
+    """As for the gap: the engine's probability of their newer tokens is that of another cache."""
+    block = truncated(episodes).block
+    first = np.flatnonzero(block.loss_mask_T)[0]
+    sequence_T = np.repeat(np.arange(len(block.ids)), block.lengths_N)
+    versions_T = np.where(block.versions_T >= 0, 1, -1).astype(np.int32)
+    versions_T[first] = 0
+    mixed, case = replace(episodes, block=replace(block, versions_T=versions_T)), Case(algorithm=TOKEN_TRUNCATE)
+    num_mixed = int(block.loss_mask_T[sequence_T == sequence_T[first]].sum())
+    assert num_mixed > 1
+
+    def num_tokens(keeps_cache: bool) -> float:
+        note = run_update(engine, mixed, case, is_truncated=True, versions=(0, 1), keeps_cache=keeps_cache).note
+        assert note.num_tokens == block.loss_mask_T.sum()
+        return note.kept_mass[1]
+
+    assert num_tokens(keeps_cache=True) == block.loss_mask_T.sum() - num_mixed
+    assert num_tokens(keeps_cache=False) == block.loss_mask_T.sum() - 1
+
+
 def test_log_probs_of_other_tokens_are_noticed_where_sampling_is_truncated(
     engine: RecordingEngine, episodes: Episodes
 ) -> None:
