@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,55 @@ def test_the_step_line_shows_what_overlaps(tmp_path: Path) -> None:
     narrow = [label for label, _ in replace(view, eta_s=100.0, loss=0.0, grad_norm=1.0).fitting_facts(70)]
     assert {"age", "wait", "length"} <= set(narrow)
     assert "grad" not in narrow
+
+
+@pytest.mark.parametrize("on_new_weights", ["keep", "finish"])
+def test_new_weights_stop_a_generator_for_as_long_as_it_installs_them(tmp_path: Path, on_new_weights: str) -> None:
+    """A group takes 10 s, of which an update takes 2 s, and the generator has always one more to do. Once in a step it
+    installs weights for 0.5 s: with keep in the middle of a group, with finish between two. It is not idle then."""
+    rollout = {"prompts_per_step": 1, "samples_per_prompt": 2, "max_running": 2, "staleness": 1}
+    rollout |= {"on_new_weights": on_new_weights}
+    recipe = simulated_recipe(tmp_path, rollout=rollout, placement={"layout": "split", "devices": 2}, steps=6)
+
+    run = simulated(recipe, replace(PLAIN, publish_s=0.5))
+
+    metrics = metrics_by_step(run.result.folder)
+    for step in (3, 4, 5, 6):
+        assert metrics[step]["step_s"] == pytest.approx(10.5)
+        assert metrics[step]["rollout/install_s"] == pytest.approx(0.5)
+        assert idle(metrics[step]) == {}
+        assert metrics[step]["learner/idle_s/other_role"] == pytest.approx(metrics[step]["learner/idle_s"])
+        assert metrics[step]["learner/idle_s"] == pytest.approx(8.5)
+
+
+def test_lent_devices_generate_half_of_a_step_and_cost_two_switches(tmp_path: Path) -> None:
+    """Four episodes of 10 s, one lane each on the generator and on the learner's device, which changes sides in 1 s;
+    an update of 40 tokens takes 4 s.
+
+    From a commit on: the generator has two episodes until 20 s. The learner's device is lent from 1 s on and has two
+    until 21 s: the generator waits 1 s for this tail. Until 22 s the device is recalled, and until 26 s it learns: the
+    generator waits for it, for a device that changes sides first and for the other role then."""
+    rollout = {"prompts_per_step": 2, "samples_per_prompt": 2, "max_running": 1}
+    placement = {"layout": "elastic", "devices": 2, "rollout_devices": 1}
+    recipe = simulated_recipe(tmp_path, rollout=rollout, placement=placement, steps=5)
+
+    run = simulated(recipe, replace(PLAIN, switch_s=1.0))
+
+    metrics = metrics_by_step(run.result.folder)
+    assert [later - earlier for earlier, later in pairwise(run.committed_s)] == pytest.approx([26.0] * 4)
+    for step in (3, 4, 5):
+        values = metrics[step]
+        assert idle(values) == pytest.approx({"tail": 1.0, "prompts": 1.0, "other_role": 4.0})
+        assert values["learner/idle_s"] == pytest.approx(0.0)
+        assert values["lending/lent_s"] == pytest.approx(20.0)
+        assert values["lending/switch_s"] == pytest.approx(2.0)
+        assert values["lending/times"] == 1.0
+        assert values["lending/tokens"] == 20.0
+        assert values["lending/gain"] == pytest.approx(1.0)
+        assert values["rollout/generated_tokens"] == 40.0
+        assert (values["time/wait_s"], values["time/lend_s"]) == pytest.approx((21.0, 1.0))
+        shown = dict(step_view(step, recipe, values).own)
+        assert (shown["lent"], shown["idle"]) == ("77%", "23%")  # 20 s and 6 s of 26 s
 
 
 def test_a_synchronous_run_has_none_of_them(tmp_path: Path) -> None:
