@@ -29,7 +29,7 @@ pytestmark = [
 
 
 def launched(main: Callable[..., Any], *args: Any, ranks: int = 2) -> Any:
-    return launch(main, args, ranks=ranks, restarts=0, stop_file=Path("never-written"))
+    return launch(main, args, ranks=ranks, restarts=0, stop_file=None)
 
 
 def test_one_rank_runs_in_this_process() -> None:
