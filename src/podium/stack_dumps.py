@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import os
 import re
 import signal
@@ -17,6 +18,8 @@ from pathlib import Path
 _NAME = "podium-stacks"
 _SIGNAL = signal.SIGUSR2
 _ANSWER_S, _LOOK_S = 1.0, 0.02
+# Files in which a thread is that a debugger has stopped.
+_DEBUGGER = re.compile(r'/(pdb|bdb)\.py"|/(pydevd|_pydevd_bundle|debugpy|IPython)[/.]')
 # Code that hangs again and again must not fill the disk.
 _MOST_BYTES = 16 * 2**20
 
@@ -76,6 +79,13 @@ def innermost_frame(frames: Sequence[str]) -> str | None:
     library = f'File "{sysconfig.get_paths()["stdlib"]}/'
     outside = [each for each in frames if not each.startswith(library) or "/site-packages/" in each]
     return next(iter(outside or frames), None)
+
+
+def is_debugged(frames: Sequence[str]) -> bool:
+    """Whether a debugger has stopped a thread: Podium, or what it calls, has called the debugger. What has called
+    Podium, for instance a notebook, does not count. `frames`: innermost first."""
+    inside = itertools.takewhile(lambda frame: "/podium/" not in frame, frames)
+    return any(_DEBUGGER.search(frame) for frame in inside)
 
 
 def _memory(pid: int) -> tuple[Path, str] | None:

@@ -13,7 +13,7 @@ from podium.stack_dumps import allow_dumps
 
 def work(marks: RankMarks, rank: int, folder: Path) -> None:
     """Advances every few milliseconds, until there is a file that is named after this rank: it hangs then, or waits in
-    a collective if the file says so."""
+    a collective or in a debugger if the file says so."""
     allow_dumps(f"rank {rank}")
     with marks.published(rank):
         mark_progress()
@@ -23,6 +23,8 @@ def work(marks: RankMarks, rank: int, folder: Path) -> None:
             time.sleep(0.005)
         if (folder / f"hang-{rank}").read_text() == "collective":
             exec(compile("while True:\n    pass\n", "/lib/torch/distributed/distributed_c10d.py", "exec"))
+        if (folder / f"hang-{rank}").read_text() == "debugger":
+            exec(compile("while True:\n    pass\n", "/lib/python/pdb.py", "exec"))
         loops_for_ever()
 
 

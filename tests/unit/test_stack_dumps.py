@@ -14,7 +14,7 @@ import pytest
 
 from helpers.processes import wait_until
 from podium.cluster.processes import look
-from podium.stack_dumps import dumped_stacks, dumper_name, innermost
+from podium.stack_dumps import dumped_stacks, dumper_name, frames_of_threads, innermost, is_debugged
 
 # A regular expression that backtracks for hours holds Python's lock all the time.
 _HOLDS_LOCK = """
@@ -75,3 +75,25 @@ def test_a_process_that_is_gone_shows_none(busy: subprocess.Popen[str]) -> None:
     busy.kill()
     busy.wait()
     assert dumped_stacks(busy.pid) is None
+
+
+RUN = """  File "/home/user/maps.py", line 3 in clean
+  File "/lib/podium/data/examples.py", line 60 in make
+"""
+
+
+@pytest.mark.parametrize(
+    "debugger",
+    [
+        '  File "/lib/python3.11/cmd.py", line 9 in cmdloop\n  File "/lib/python3.11/pdb.py", line 7 in interaction\n',
+        '  File "/lib/site-packages/debugpy/_vendored/pydevd/pydevd.py", line 9 in do_wait_suspend\n',
+        '  File "/lib/site-packages/IPython/core/debugger.py", line 9 in interaction\n',
+    ],
+)
+def test_a_thread_that_a_debugger_has_stopped_is_debugged_and_not_one_of_a_notebook(debugger: str) -> None:
+    def main_thread(text: str) -> list[str]:
+        return frames_of_threads(f"Thread 0x01 (most recent call first):\n{text}")[-1]
+
+    assert is_debugged(main_thread(debugger + RUN))
+    assert not is_debugged(main_thread(RUN))
+    assert not is_debugged(main_thread(RUN + debugger))  # it has started the run, and lets it go on

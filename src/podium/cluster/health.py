@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from podium.cluster.identity import WorkerId
 from podium.cluster.messages import Beat, Whereabouts
 from podium.cluster.spans import ThreadPlace
+from podium.stack_dumps import innermost
 
 _FRAMES_SHOWN = 6
+_LIBRARY = f"{sysconfig.get_paths()['stdlib']}/"
+# Of work that waits for data, the loader says where; of a loader that waits for a tokenizer, the tokenizer.
+_LOADER, _TOKENIZERS = "/podium/data/loader.py", "/podium/data/workers.py"
 # From when on a call that does not advance is worth a word.
 _STALLED_S = 10.0
 
@@ -119,11 +124,21 @@ class WhereReport:
         return place.stack if place is not None else ()
 
     def innermost(self, worker: WorkerId) -> str:
-        """The innermost call of a worker's work thread, "" if it did not answer."""
-        return (self.work_stack(worker) or ("",))[-1]
+        """The innermost call of a worker's work that is not in Python's own library, "" if it did not answer. A loader
+        that the work waits for, and a tokenizer that the loader waits for, say where they are."""
+        answer = self.answers.get(worker)
+        place = _innermost(self.work_stack(worker))
+        if answer is None or _LOADER not in place:
+            return place
+        producers = [each.stack for each in answer.threads if any(map(_is_producer, each.stack))]
+        place = _innermost(producers[0]) if producers else place
+        if _TOKENIZERS not in place:
+            return place
+        busy = [at for _, dump in answer.helpers if (at := innermost(dump)) is not None and _TOKENIZERS not in at]
+        return busy[0] if busy else place
 
     def stacks(self) -> str:
-        """All threads of all workers."""
+        """All threads of all workers, and of the processes that they have started."""
         parts = []
         for worker, answer in self.answers.items():
             if answer is None or answer.dump:
@@ -131,7 +146,9 @@ class WhereReport:
                 places = [f"  {_place(answer)}", *(f"    {line}" for line in dump.splitlines())]
             else:
                 places = [str(place) for place in answer.threads]
+            helpers = () if answer is None else answer.helpers
             parts.append("\n".join([str(worker), *places]))
+            parts += [f"{name} of {worker}\n{helper.rstrip()}" for name, helper in helpers]
         return "\n\n".join(parts)
 
     def __str__(self) -> str:
@@ -143,6 +160,15 @@ class WhereReport:
             lines.append(f"{', '.join(str(worker) for worker in workers)}: {place}{odd}")
             lines += [f"    {frame}" for frame in _frames(self.answers[workers[0]])]
         return "\n".join(lines)
+
+
+def _innermost(stack: Sequence[str]) -> str:
+    outside = [frame for frame in stack if not frame.startswith(_LIBRARY) or "/site-packages/" in frame]
+    return (outside or stack or ("",))[-1]
+
+
+def _is_producer(frame: str) -> bool:
+    return _LOADER in frame and frame.endswith(" _produce")
 
 
 def _work_thread(answer: Whereabouts | None) -> ThreadPlace | None:

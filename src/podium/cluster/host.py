@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, assert_never
 
 import numpy as np
 
+from podium.cluster.helper_stacks import SHORT_S, stacks_of_helpers
 from podium.cluster.identity import WorkerId
 from podium.cluster.layout import public_methods
 from podium.cluster.meshes import RoleMesh
@@ -169,8 +170,10 @@ class RoleHost:
         self._roles.clear()
 
     def where(self) -> Whereabouts:
-        """Each thread's open spans and stack; answers while work is busy."""
-        return Whereabouts(threads=self._recorder.places(everyone=self._own_process))
+        """Each thread's open spans and stack, and the stacks of the processes that it has started; answers while work
+        is busy."""
+        helpers = stacks_of_helpers(os.getpid(), within_s=SHORT_S) if self._own_process else ()
+        return Whereabouts(threads=self._recorder.places(everyone=self._own_process), helpers=helpers)
 
     def beats(self, every_s: float) -> Iterator[Beat]:
         """Sends heartbeats at intervals from a separate thread, until another controller attaches."""

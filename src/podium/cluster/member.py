@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from podium.cluster.blocking import in_thread
 from podium.cluster.health import Died, Leaving, WhereReport
+from podium.cluster.helper_stacks import SHORT_S, stacks_of_helpers
 from podium.cluster.identity import WorkerId
 from podium.cluster.messages import Beat, Whereabouts
 from podium.cluster.transport import GoneError, Process
@@ -69,5 +70,7 @@ async def ask_where(members: Sequence[Member]) -> WhereReport:
 async def _dumped(member: Member) -> Whereabouts | None:
     """Where a worker is that does not answer, if its process is on this machine and not stopped."""
     process = member.process.look()
-    stacks = None if process is None else await in_thread(dumped_stacks, process.pid)
-    return None if stacks is None else Whereabouts(threads=(), dump=stacks)
+    if process is None or (stacks := await in_thread(dumped_stacks, process.pid)) is None:
+        return None
+    helpers = await in_thread(stacks_of_helpers, process.pid, within_s=SHORT_S)
+    return Whereabouts(threads=(), dump=stacks, helpers=helpers)

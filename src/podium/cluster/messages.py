@@ -185,3 +185,5 @@ class Whereabouts:
 
     threads: tuple[ThreadPlace, ...]
     dump: str = ""  # of a worker that could not answer: its stacks as its process wrote them, innermost call first
+    # Names and dumps of the processes that it has started: tokenizers, user code.
+    helpers: tuple[tuple[str, str], ...] = ()

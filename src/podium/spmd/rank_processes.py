@@ -13,9 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from podium.cluster.processes import descendants, look
+from podium.cluster.helper_stacks import stacks_of_helpers
+from podium.cluster.processes import look
 from podium.progress import published
-from podium.stack_dumps import append_stacks, dumped_stacks, dumper_name, frames_of_threads, innermost, innermost_frame
+from podium.stack_dumps import (
+    append_stacks,
+    dumped_stacks,
+    dumper_name,
+    frames_of_threads,
+    innermost,
+    innermost_frame,
+    is_debugged,
+)
 
 # How often a launcher looks at its ranks.
 LOOK_S = 0.2
@@ -88,9 +97,8 @@ class RankStacks:
     @classmethod
     def of(cls, pid: int) -> RankStacks:
         """Asks a rank, and its tokenizers."""
-        helpers = [(dumper_name(child), dumped_stacks(child)) for child in descendants([pid])]
-        known = tuple((name, dump) for name, dump in helpers if name is not None and dump is not None)
-        return cls(pid=pid, name=dumper_name(pid) or "a rank that starts", dump=dumped_stacks(pid), helpers=known)
+        name, dump = dumper_name(pid) or "a rank that starts", dumped_stacks(pid)
+        return cls(pid=pid, name=name, dump=dump, helpers=stacks_of_helpers(pid))
 
     @property
     def place(self) -> str | None:
@@ -107,6 +115,11 @@ class RankStacks:
         threads = [] if self.dump is None else frames_of_threads(self.dump)
         is_exchanging = any(all(part in frame for part in _EXCHANGE) for frames in threads for frame in frames)
         return is_exchanging or any(_COLLECTIVES in frame for frame in (threads or [[]])[-1][:_INNERMOST])
+
+    @property
+    def is_debugged(self) -> bool:
+        """Whether a debugger has stopped its main thread."""
+        return self.dump is not None and is_debugged(frames_of_threads(self.dump)[-1])
 
     def __str__(self) -> str:
         own = f"{self.name} (process {self.pid})\n{self.dump or 'did not answer'}\n"
@@ -182,10 +195,12 @@ class RankProcesses:
         )
 
     def _end_hung(self, living: Sequence[Any]) -> None:
-        """Kills ranks that have not advanced for too long, but for those that only wait for another one."""
+        """Kills ranks that have not advanced for too long, but for those that only wait for another one. While a
+        debugger has stopped one of them, all are left alone."""
         if self._marks is None or self._failed_s is not None:
             return
-        stalled_s = {rank: self._stalls.look(rank, self._marks.of(rank.pid)) for rank in living}
+        marks = {rank: self._marks.of(rank.pid) for rank in living}
+        stalled_s = {rank: self._stalls.look(rank, mark) for rank, mark in marks.items()}
         longest_s = max(stalled_s.values(), default=0.0)
         if longest_s < self._asks_at_s:
             self._asks_at_s = self._asks_at_s if longest_s >= self._most_hung_s else self._most_hung_s
@@ -193,10 +208,13 @@ class RankProcesses:
         stacks = {rank: RankStacks.of(rank.pid) for rank in living}
         stalled = [rank for rank in living if stalled_s[rank] >= _NEARLY * self._most_hung_s]
         stuck = [rank for rank in stalled if not stacks[rank].waits_for_peers]
-        if not stuck and len(stalled) < len(living):  # they wait for one that advances, and have a deadline for that
+        # They wait for one that advances, and have a deadline for that; or one has advanced while it was asked.
+        waits = not stuck and len(stalled) < len(living)
+        stuck = stuck or stalled
+        goes_on = any(self._marks.of(rank.pid) != marks[rank] for rank in stuck)
+        if waits or goes_on or any(each.is_debugged for each in stacks.values()):
             self._asks_at_s = longest_s + _ASK_AGAIN_S
             return
-        stuck = stuck or stalled
         words = sorted(_hang(stacks[rank]) for rank in stuck)
         self._keep(list(stacks.values()), "a rank hangs, and all ranks were here:")
         self._end(stuck, f"{', '.join(words)}: no progress for {self._most_hung_s:g} s (placement.timeout_s).")

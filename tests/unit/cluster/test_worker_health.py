@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a pool needs after a death, what is known of a worker without asking, and the report of where everyone is."""
 
+import sysconfig
+from dataclasses import replace
+
 import pytest
 
 from podium.cluster.health import Died, Leave, Rebuild, Respawn, WhereReport, remedy, worker_health
@@ -110,6 +113,35 @@ def test_an_idle_worker_shows_no_stack_and_only_the_innermost_frames_of_a_busy_o
     assert str(report) == "gen[0]@node-a/cpu#0: idle"
     shown = str(WhereReport(answers={worker(0): at(0, "gen.f", *deep)})).splitlines()
     assert shown[1:] == [f"    {frame}" for frame in deep[3:]]
+
+
+def test_the_place_of_work_is_not_in_pythons_library_but_where_it_waits_for_data_where_that_is_made():
+    library = sysconfig.get_paths()["stdlib"]
+    waits = ("/p/run.py:2 step", "/x/podium/data/loader.py:112 __next__", f"{library}/queue.py:180 get")
+    produces = ("/x/podium/data/loader.py:141 _produce", "/home/maps.py:3 clean", f"{library}/threading.py:355 wait")
+    hands_on = ("/x/podium/data/loader.py:141 _produce", "/x/podium/data/workers.py:115 result")
+    tokenizer = f"""Thread 0x01 (most recent call first):
+  File "{library}/threading.py", line 355 in wait
+  File "/home/maps.py", line 4 in split
+  File "/x/podium/data/workers.py", line 160 in _work
+"""
+    idle = """Thread 0x01 (most recent call first):
+  File "/x/podium/data/workers.py", line 157 in _work
+"""
+    answer = at(0, "rank.run", *waits)
+
+    def place(*producer: str, **helpers: str) -> str:
+        threads = (*answer.threads, ThreadPlace(thread="producer", span="", stack=producer))
+        found = replace(answer, threads=threads, helpers=tuple(helpers.items()))
+        return WhereReport(answers={worker(0): found}).innermost(worker(0))
+
+    assert place() == "/x/podium/data/loader.py:112 __next__"
+    assert place(*produces) == "/home/maps.py:3 clean"
+    assert place(*hands_on) == "/x/podium/data/workers.py:115 result"
+    assert place(*hands_on, first=idle, second=tokenizer) == 'File "/home/maps.py", line 4 in split'
+    shown = WhereReport(answers={worker(0): replace(answer, helpers=(("tokenizer 1", tokenizer),))}).stacks()
+    assert f"tokenizer 1 of {worker(0)}\nThread 0x01" in shown
+    assert "in split" in shown
 
 
 def test_a_worker_without_a_work_thread_yet_is_idle():

@@ -30,6 +30,7 @@ from podium.spmd.launch import (
     launch,
     place_under_torchrun,
 )
+from podium.spmd.own_hang import raising_if_hung
 from podium.spmd.rank import RankTask, run_rank
 from podium.spmd.rank_processes import RankMarks, RankProcesses, Stalls, is_stopped, place_of
 
@@ -320,6 +321,40 @@ def test_a_rank_that_waits_in_a_collective_is_left_alone_while_another_one_advan
     for rank in ranks:
         rank.kill()
         rank.join()
+
+
+def test_ranks_are_left_alone_while_a_debugger_has_stopped_one(tmp_path: Path) -> None:
+    marks = RankMarks(1)
+    processes = RankProcesses(tmp_path / "stacks.txt", marks=marks, most_hung_s=1.0)
+    rank = multiprocessing.get_context("spawn").Process(target=work, args=(marks, 0, tmp_path), daemon=True)
+    (tmp_path / "hang-0").write_text("debugger")
+    rank.start()
+    try:
+        deadline = time.monotonic() + 60.0
+        while not (tmp_path / "advances-0").exists():
+            time.sleep(0.02)
+            assert time.monotonic() < deadline
+        for _ in range(20):  # four times the limit
+            processes.look(ends_others=lambda: False)
+        assert processes.ended is None
+        assert rank.exitcode is None
+        assert not (tmp_path / "stacks.txt").exists()
+    finally:
+        rank.kill()
+        rank.join()
+
+
+def test_a_handler_for_the_signal_of_hangs_still_gets_the_signals_of_others() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        with raising_if_hung(60.0, None, lambda text: None):
+            signal.raise_signal(signal.SIGUSR1)
+            assert heard == [signal.SIGUSR1]
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert heard == [signal.SIGUSR1] * 2
 
 
 DUMP = """Thread 0x02 (most recent call first):
