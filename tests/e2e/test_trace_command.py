@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,14 @@ def threads(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 def require_nesting(spans: list[Mapping[str, Any]]) -> None:
     """Viewers need it: of two spans of a thread one has the other inside, or they do not overlap."""
-    ends: list[float] = []
-    for span in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
-        while ends and ends[-1] <= span["ts"] + 2.0:
+    ends: list[int] = []
+    for before, span in pairwise([{"ts": 0}, *spans]):
+        assert before["ts"] <= span["ts"]
+        assert (type(span["ts"]), type(span["dur"])) == (int, int)
+        while ends and ends[-1] <= span["ts"]:
             ends.pop()
         end = span["ts"] + span["dur"]
-        assert not ends or end <= ends[-1] + 2.0  # microseconds, rounded
+        assert not ends or end <= ends[-1]
         ends.append(end)
 
 

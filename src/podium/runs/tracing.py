@@ -3,7 +3,8 @@
 
 The format is Chrome's trace event format: a process for every pool of workers, a thread for every worker (several,
 if it did several things at a time), complete events for spans and recoveries, instant events for publishes, lending
-and changes of membership, and counters for metrics."""
+and changes of membership, and counters for metrics. Times are whole microseconds since the trace begins. Perfetto drops
+a complete event that sticks out of the one around it, so what rounding moves past an end is cut off there."""
 
 from __future__ import annotations
 
@@ -28,7 +29,18 @@ Event = Mapping[str, Any]
 _COUNTERS = ("tokens_per_s", "loss", "reward/mean", "response/mean", "staleness/mean", "mfu")
 # The process of what belongs to no worker.
 _RUN = "run"
-_ROUNDING_S = 2e-6
+# Begin and length of a span are rounded one by one, so that an end is up to this far from where it was.
+_ROUNDING_US = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSpan:
+    """A span in a lane, in microseconds since the trace begins."""
+
+    lane: int
+    span: TimelineSpan
+    begin_us: int
+    end_us: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,43 +110,65 @@ class _Tracks:
 
 
 def _spans(spans: Sequence[TimelineSpan], prefix: str, tracks: _Tracks, begin_s: float) -> Iterator[Event]:
-    """The spans of one run, with times in microseconds since the trace begins."""
+    """The spans of one run."""
     by_worker: dict[str, list[TimelineSpan]] = {}
     for span in spans:
         by_worker.setdefault(span.worker, []).append(span)
     for worker, some in by_worker.items():
-        for lane, span in in_lanes(some):
-            thread = worker if lane == 0 else f"{worker} ({lane + 1})"
-            place = tracks.place(prefix + TimelineWorker.of(worker).kind, thread)
-            yield {
-                "ph": "X", "name": span.name.rpartition(NESTED)[2], "cat": "span", **place,
-                "ts": _us(span.begin_s - begin_s), "dur": _us(span.end_s - span.begin_s),
-                **({} if span.values is None else {"args": span.values}),
-            }  # fmt: skip
+        for placed in in_lanes(some, begin_s):
+            place = tracks.place(prefix + TimelineWorker.of(worker).kind, _thread(worker, placed.lane))
+            name, values = placed.span.name.rpartition(NESTED)[2], placed.span.values
+            yield _complete(placed, name, "span", place, {} if values is None else {"args": values})
 
 
-def in_lanes(spans: Sequence[TimelineSpan]) -> Iterator[tuple[int, TimelineSpan]]:
+def _thread(name: str, lane: int) -> str:
+    return name if lane == 0 else f"{name} ({lane + 1})"
+
+
+def _complete(placed: PlacedSpan, name: str, category: str, place: Mapping[str, int], args: Event) -> Event:
+    times = {"ts": placed.begin_us, "dur": placed.end_us - placed.begin_us}
+    return {"ph": "X", "name": name, "cat": category, **place, **times, **args}
+
+
+def in_lanes(spans: Sequence[TimelineSpan], begin_s: float = 0.0) -> Iterator[PlacedSpan]:
     """The spans of one worker by their begin, each with a lane. In a lane a span is inside the one before it, or comes
     after it: viewers draw nothing else. A span inside another has the other's lane, if there is one."""
-    lanes: list[list[TimelineSpan]] = []  # of each: the spans that are open
-    for span in sorted(spans, key=lambda each: (each.begin_s, -each.end_s, len(each.name))):
-        outer = span.name.rpartition(NESTED)[0]
-        for lane in lanes:
-            while lane and lane[-1].end_s <= span.begin_s:
-                lane.pop()
-        holding = [at for at, lane in enumerate(lanes) if lane and lane[-1].name == outer and _holds(lane[-1], span)]
-        if holding:  # the last one that began, where several have this name
-            at = max(holding, key=lambda at: lanes[at][-1].begin_s)
-        else:
-            at = next((at for at, lane in enumerate(lanes) if not lane), len(lanes))
+    lanes: list[list[PlacedSpan]] = []  # of each: the spans that are open, the outer ones first
+    timed = [(_us(each.begin_s - begin_s), _us(each.end_s - begin_s), each) for each in spans]
+    # Of spans that begin together, rounding may have made an inner one the longer, or have moved the end of one before.
+    for begin_us, end_us, span in sorted(timed, key=lambda each: (each[0], each[2].name.count(NESTED), each[1])):
+        at, depth = _room(lanes, span, begin_us, end_us)
         if at == len(lanes):
             lanes.append([])
-        lanes[at].append(span)
-        yield at, span
+        around, before = lanes[at][:depth], lanes[at][depth:]
+        begin_us = max([begin_us, *(each.end_us for each in before), *(each.begin_us for each in around)])
+        end_us = max(begin_us, end_us)
+        if around:
+            begin_us, end_us = min(begin_us, around[-1].end_us), min(end_us, around[-1].end_us)
+        placed = PlacedSpan(at, span, begin_us, end_us)
+        lanes[at] = [*around, placed]
+        yield placed
 
 
-def _holds(outer: TimelineSpan, span: TimelineSpan) -> bool:
-    return outer.begin_s <= span.begin_s and span.end_s <= outer.end_s + _ROUNDING_S
+def _room(lanes: Sequence[Sequence[PlacedSpan]], span: TimelineSpan, begin_us: int, end_us: int) -> tuple[int, int]:
+    """The lane for a span, and how many of its open spans go around it."""
+    depths = [_depth(lane, span, begin_us, end_us) for lane in lanes]
+    holding = [(lanes[at][depth - 1].begin_us, at, depth) for at, depth in enumerate(depths) if depth]
+    if holding:
+        return max(holding)[1:]  # the last one that began, where several have this name
+    return next((at for at, depth in enumerate(depths) if depth == 0), len(lanes)), 0
+
+
+def _depth(lane: Sequence[PlacedSpan], span: TimelineSpan, begin_us: int, end_us: int) -> int | None:
+    """How many open spans of a lane go around a span; 0: the lane is free; None: it is taken."""
+    outer = span.name.rpartition(NESTED)[0]
+    for depth in range(len(lane), 0, -1):
+        open_span = lane[depth - 1]
+        if open_span.span.name == outer and end_us <= open_span.end_us + _ROUNDING_US:
+            return depth
+        if begin_us < open_span.end_us - _ROUNDING_US:
+            return None
+    return 0
 
 
 def _marks(spans: Sequence[TimelineSpan], prefix: str, tracks: _Tracks, begin_s: float) -> Iterator[Event]:
@@ -151,12 +185,15 @@ def _marks(spans: Sequence[TimelineSpan], prefix: str, tracks: _Tracks, begin_s:
 def _events(run: Path, prefix: str, tracks: _Tracks, begin_s: float) -> Iterator[Event]:
     """What else happened in one run."""
     place = tracks.place(prefix + _RUN, "events")
-    for recovery in recoveries(run):
-        yield {
-            "ph": "X", "name": f"recovery: {recovery.part}", "cat": "recovery", **place,
-            "ts": _us(recovery.time_s - recovery.seconds - begin_s), "dur": _us(recovery.seconds),
-            "args": {"cause": recovery.cause, "remedy": recovery.remedy, "step": recovery.step},
-        }  # fmt: skip
+    happened = {
+        TimelineSpan(str(number), f"recovery: {each.part}", each.time_s - each.seconds, each.time_s): each
+        for number, each in enumerate(recoveries(run))
+    }
+    for placed in in_lanes(list(happened), begin_s):
+        recovery = happened[placed.span]
+        args = {"cause": recovery.cause, "remedy": recovery.remedy, "step": recovery.step}
+        where = place if placed.lane == 0 else tracks.place(prefix + _RUN, _thread("events", placed.lane))
+        yield _complete(placed, placed.span.name, "recovery", where, {"args": args})
     for change in membership_changes(run):
         yield {
             "ph": "i", "s": "g", "name": f"{change.generator} {change.change}", "cat": "membership", **place,
@@ -172,8 +209,8 @@ def _events(run: Path, prefix: str, tracks: _Tracks, begin_s: float) -> Iterator
                 }  # fmt: skip
 
 
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
 
 
 def _opened(file: Path) -> IO[str]:
