@@ -113,6 +113,78 @@ def test_the_gradient_of_a_tree_is_that_of_its_sequences_by_hand(workspace: Work
     assert float(norm) > 1e-3
 
 
+def advantages_by_hand(file: Any, credit: str, discount: float) -> tuple[Any, Any, list[float]]:
+    """(row, last token, advantage) of every turn, branch by branch: returns less the mean of the group."""
+    row_K, token_K, parent_K = (file.arrays[f"sampled.turns.{name}_K"] for name in ("row", "token", "parent"))
+    reward_K, rewards_N = file.arrays["sampled.turns.reward_K"], file.arrays["sampled.rewards_N"]
+    groups = file.arrays["sampled.ids"][:, 0]
+    paths: dict[int, list[list[int]]] = {}
+    for row in range(len(rewards_N)):
+        turns = np.flatnonzero(row_K == row).tolist()
+        parent = {turn: turns[parent_K[turn]] if parent_K[turn] >= 0 else None for turn in turns}
+        for last in sorted(set(turns) - set(parent.values())):
+            path = [last]
+            while (before := parent[path[0]]) is not None:
+                path.insert(0, before)
+            paths.setdefault(row, []).append(path)
+    values: dict[int, float] = {}
+    means = {}
+    for row, branches in paths.items():
+        rest = rewards_N[row] - reward_K[row_K == row].sum()
+        # Two roots, of which the second has a fork behind it.
+        fractions = [0.5 / sum(other[0] == branch[0] for other in branches) for branch in branches]
+        assert sorted(fractions) == [0.25, 0.25, 0.5]
+        sums: dict[int, list[tuple[float, float]]] = {}
+        mean = 0.0
+        for branch, fraction in zip(branches, fractions, strict=True):
+            own = [float(reward_K[turn]) for turn in branch]
+            own[-1] += float(rest)
+            for place, turn in enumerate(branch):
+                later = own if credit == "branch" else [reward * discount**at for at, reward in enumerate(own[place:])]
+                sums.setdefault(turn, []).append((fraction, sum(later)))
+        for turn, parts in sums.items():
+            values[turn] = sum(share * value for share, value in parts) / sum(share for share, _ in parts)
+        for branch, fraction in zip(branches, fractions, strict=True):
+            own_values = [values[branch[-1]]] if credit == "branch" else [values[turn] for turn in branch]
+            mean += fraction * sum(own_values) / len(own_values)
+        means[row] = mean
+    of_group = {group: np.mean([means[row] for row in means if groups[row] == group]) for group in set(groups.tolist())}
+    advantages = [values[turn] - of_group[int(groups[row_K[turn]])] for turn in range(len(row_K))]
+    return row_K, token_K, [float(each) for each in advantages]
+
+
+@pytest.mark.parametrize("credit", ["turn", "branch"])
+def test_the_gradient_of_turns_and_branches_is_that_by_hand(workspace: Workspace, credit: str) -> None:
+    """A tree with rewards of turns. The episodes on disk give the gradient norm with plain transformers."""
+    discount = 0.5 if credit == "turn" else 1.0
+    algorithm = {
+        "advantage": "group_centered", "loss": "policy_gradient", "credit": credit, "turn_discount": discount,
+    }  # fmt: skip
+    run = trained(workspace, credit, "rewards_turns", steps=1, rollout={"record": True}, algorithm=algorithm)
+    block, _ = recorded(run)
+    file, _ = read_step(run / "steps", 1, NO_DIGEST)
+    row_K, token_K, advantages = advantages_by_hand(file, credit, discount)
+    assert len(advantages) == 5 * len(block.ids)
+    assert len({round(each, 6) for each in advantages}) > 20
+    sampled = int(block.loss_mask_T.sum())
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(workspace.model, dtype=torch.float32)
+    loss = torch.zeros(())
+    for row in range(len(block.ids)):
+        first = int(block.offsets[row])
+        of_row = np.flatnonzero(row_K == row)
+        for begin, end in block.sequences(row):
+            tokens = torch.from_numpy(block.tokens_T[begin:end].astype(np.int64))
+            logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+            for place in np.flatnonzero(block.loss_mask_T[begin + 1 : end]).tolist():
+                turn = next(turn for turn in of_row if token_K[turn] >= begin + 1 + place - first)
+                loss = loss - advantages[turn] * logprobs[place] / sampled
+    loss.backward()
+    norm = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None]).norm()
+    assert numbers(run)[1]["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert float(norm) > 1e-3
+
+
 def test_an_agent_in_a_thread_learns_the_same_as_a_coroutine(workspace: Workspace) -> None:
     runs = [trained(workspace, agent, agent) for agent in ("several_turns", "in_a_thread")]
     first, second = (numbers(run) for run in runs)

@@ -83,6 +83,25 @@ async def summarises(task, base_url, key):
     return digits(said(answers[0][1])["content"] or "") + digits(said(answers[1][1])["content"] or "")
 
 
+async def rewards_turns(task, base_url, key):
+    """As `summarises`, with a reward for every answer: its share of digits, and one for the episode."""
+    rewards = {}
+
+    async def asked(messages):
+        _, answer = await ask(base_url, key, messages)
+        rewards[answer["id"]] = digits(said(answer)["content"] or "")
+        return said(answer)
+
+    messages = [dict(each) for each in task.messages]
+    messages += [await asked(messages), {"role": "user", "content": "go on"}]
+    second = await asked(messages)
+    short = [{"role": "user", "content": "sum: " + str(len(second["content"] or ""))}]
+    behind = [*short, await asked(short)]
+    forks = [[*behind, {"role": "user", "content": word}] for word in ("left", "right")]
+    answers = await asyncio.gather(*map(asked, forks))
+    return {"reward": len(answers[0]["content"] or "") / 8, "turn_rewards": rewards}
+
+
 def in_a_thread(task, base_url, key):
     return asyncio.run(several_turns(task, base_url, key))
 

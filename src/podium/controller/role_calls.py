@@ -134,7 +134,7 @@ class CriticRole:
         episodes, rollouts = step.episodes, step.rollouts
         async with self._devices.phase("score"):
             columns, moments = await self._handle.estimate(
-                rollouts.rows, episodes.last_token_rewards_N, rollouts.note.turn_rewards,
+                rollouts.rows, episodes.last_token_rewards_N, episodes.token_turn_rewards,
                 None if reference is None else reference.logprobs, self._parts.recipe.full_algorithm,
                 step.kl_coefficient,
             )  # fmt: skip

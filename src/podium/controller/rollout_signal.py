@@ -90,7 +90,7 @@ def _of_episodes(
         values_T = spread_over_turns(turns, block)
     elif advantages.values_N is None:
         rewards_T = token_rewards(
-            block, trained_T, batch.graded.last_token_rewards_N, batch.rollouts.note.turn_rewards,
+            block, trained_T, batch.graded.last_token_rewards_N, batch.graded.token_turn_rewards,
             columns.get("reference_log_probs"), algorithm, batch.kl_coefficient,
         )  # fmt: skip
         offsets = torch.from_numpy(block.offsets.copy())

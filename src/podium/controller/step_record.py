@@ -198,6 +198,8 @@ def _pack_rollouts(rollouts: Rollouts, name: str) -> tuple[Arrays, dict[str, Any
     arrays |= {f"{name}.{column}": np.array(values) for column, values in optional.items() if values is not None}
     arrays |= {f"{name}.note.{column}": np.array(getattr(note, column)) for column in _NOTE}
     arrays |= {f"{name}.turns.{column}": np.array(getattr(note.turn_rewards, column)) for column in _TURNS}
+    if note.turn_rewards.parent_K is not None:
+        arrays[f"{name}.turns.parent_K"] = np.array(note.turn_rewards.parent_K)
     arrays |= {f"{name}.counts.{number}": np.array(each) for number, each in enumerate(note.counts.values())}
     return arrays, {
         "step": rollouts.step,
@@ -242,7 +244,10 @@ def _unpacked_rollouts(
     )  # fmt: skip
     note = EpisodeNote(
         **{column: arrays[f"{name}.note.{column}"] for column in _NOTE},
-        turn_rewards=TurnRewards(**{column: arrays[f"{name}.turns.{column}"] for column in _TURNS}),
+        turn_rewards=TurnRewards(
+            **{column: arrays[f"{name}.turns.{column}"] for column in _TURNS},
+            parent_K=arrays.get(f"{name}.turns.parent_K"),
+        ),
         errors=dict(values["errors"]),
         counts={key: arrays[f"{name}.counts.{number}"] for number, key in enumerate(values["counts"])},
         warnings=tuple(values["warnings"]),

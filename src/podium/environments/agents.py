@@ -14,8 +14,8 @@ import math
 import os
 import signal
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -44,6 +44,17 @@ class AgentCall:
     def base_url(self) -> str:
         """For clients of OpenAI's API."""
         return f"{self.session_url}/v1"
+
+
+TurnRewardsById = Mapping[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AgentOutcome(Outcome):
+    """The reward of an agent's episode. `turn_rewards` are added to it, and belong to single answers of the model: a
+    number for each answered request in order, or for each choice of the responses with these ids."""
+
+    turn_rewards: tuple[float, ...] | TurnRewardsById = field(default_factory=tuple)
 
 
 def agent_maker(section: EnvironmentSection, key: str) -> Callable[[], Any]:
@@ -82,21 +93,46 @@ async def _awaited(result: Awaitable[Any]) -> Outcome | None:
 
 
 def reward_of(result: Any) -> Outcome | None:
-    """What an agent returned: a number, or None."""
+    """What an agent returned: a number, None, or {"reward": NUMBER, "turn_rewards": [NUMBER, ...]}."""
     if result is None:
         return None
+    if not isinstance(result, Mapping):
+        return Outcome(reward=_number(result, "an agent returns a number or None"), done=True)
+    for name in result:
+        if name not in ("reward", "turn_rewards"):
+            raise TypeError(f"an agent returns `reward` and `turn_rewards`, and no {str(name)[:60]!r}")
+    reward, turn_rewards = result.get("reward"), result.get("turn_rewards")
+    if turn_rewards is None:
+        return reward_of(reward)
+    whole = 0.0 if reward is None else _number(reward, "the `reward` of an agent is a number")
+    return AgentOutcome(reward=whole, done=True, turn_rewards=_turn_rewards(turn_rewards))
+
+
+def _turn_rewards(given: Any) -> tuple[float, ...] | TurnRewardsById:
+    what = "`turn_rewards` has a number for each answered request, or for ids of responses"
+    if isinstance(given, Mapping):
+        return {
+            str(id): tuple(_number(each, what) for each in (value if isinstance(value, list | tuple) else [value]))
+            for id, value in given.items()
+        }
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"{what}, and is not {type_phrase(given)}")
+    return tuple(_number(each, what) for each in given)
+
+
+def _number(value: Any, what: str) -> float:
     try:
-        reward = float(result)
+        number = float(value)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"an agent returns a number or None, not {type_phrase(result)}") from error
-    if isinstance(result, str) or not math.isfinite(reward):
-        raise TypeError(f"an agent returns a finite number or None, not {result!r:.80}")
-    return Outcome(reward=reward, done=True)
+        raise TypeError(f"{what}, not {type_phrase(value)}") from error
+    if isinstance(value, str) or not math.isfinite(number):
+        raise TypeError(f"{what} and finite, not {value!r:.80}")
+    return number
 
 
 class CommandAgent:
-    """An agent that is a program. Its last line of output is the reward, as a number or {"reward": NUMBER}; any other
-    output is none."""
+    """An agent that is a program. Its last line of output is the reward, as a number or as an object with `reward`,
+    `turn_rewards` or both; any other output is none."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
@@ -122,7 +158,7 @@ def task_text(task: Task) -> str:
     return json.dumps(values, ensure_ascii=False, default=str)
 
 
-def printed_reward(output: str) -> float | None:
+def printed_reward(output: str) -> float | dict[str, Any] | None:
     """The reward in the last line of a command's output, if it is one."""
     lines = output.strip().splitlines()
     try:
@@ -130,6 +166,8 @@ def printed_reward(output: str) -> float | None:
     except (ValueError, RecursionError):
         return None
     if isinstance(value, dict):
+        if value.get("turn_rewards") is not None:
+            return {name: value.get(name) for name in ("reward", "turn_rewards")}
         value = value.get("reward")
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from podium.data.tasks import Task
 from podium.environments.activity import MARK, Activity, Mark
-from podium.environments.agents import AgentCall, without_proxy
+from podium.environments.agents import AgentCall, AgentOutcome, without_proxy
 from podium.environments.environment_factory import environment_maker
 from podium.environments.given_up import joined, notes_of
 from podium.environments.protocol import OVERDUE, Observation, Outcome, Turn, call_within
@@ -134,6 +134,11 @@ def _plain(returned: Any) -> Any:
             return None
         case Observation():
             return Observation(messages=returned.messages, text=returned.text, tools=returned.tools)
+        case AgentOutcome():
+            return AgentOutcome(
+                reward=returned.reward, done=returned.done, metrics=returned.metrics,
+                turn_rewards=returned.turn_rewards,
+            )  # fmt: skip
         case Outcome():
             return Outcome(
                 messages=returned.messages, reward=returned.reward, done=returned.done, metrics=returned.metrics,

@@ -113,6 +113,8 @@ class Episode:
     num_prompt_messages: int
     turn_rewards: tuple[float, ...]  # the environment's, one for each turn that it stepped
     turn_ends: tuple[int, ...]  # where the last token of each answer is
+    turn_parents: tuple[int, ...] | None = None  # of an agent's turns: which of them each one continues, or -1
+    whole_reward: float = 0.0  # an agent's, which belongs to no single turn
     finish: EpisodeFinish
     error: str | None
     metrics: Mapping[str, float]
@@ -125,8 +127,8 @@ class Episode:
 
     @property
     def reward(self) -> float:
-        """Sum of the environment's rewards over all turns."""
-        return math.fsum(self.turn_rewards)
+        """Sum of the environment's rewards over all turns, and an agent's for the whole episode."""
+        return math.fsum((*self.turn_rewards, self.whole_reward))
 
     @property
     def answer(self) -> str:

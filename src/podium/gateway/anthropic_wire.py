@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -44,16 +43,16 @@ def messages_call(body: Mapping[str, Any], *, idempotency_key: str | None = None
     return chat_call({**plain, "key": content_key(body).hex()}, idempotency_key=idempotency_key)
 
 
-def anthropic_message(answer: ChatAnswer, model: str) -> dict[str, Any]:
+def anthropic_message(answer: ChatAnswer, model: str, *, id: str) -> dict[str, Any]:
     """The response of one piece."""
-    return {**_frame(model, answer.prompt_tokens), "content": _blocks(answer), **_end(answer)}
+    return {**_frame(model, id, answer.prompt_tokens), "content": _blocks(answer), **_end(answer)}
 
 
 class MessageEvents:
     """The events of one streamed response."""
 
-    def __init__(self, model: str) -> None:
-        self._model, self._sent, self._begun = model, "", False
+    def __init__(self, model: str, *, id: str) -> None:
+        self._model, self._id, self._sent, self._begun = model, id, "", False
 
     def more(self, text: str) -> str | None:
         """What is new in the text so far, if there is something."""
@@ -89,7 +88,7 @@ class MessageEvents:
         return [*events, _named("message_stop", {})]
 
     def _start(self, prompt_tokens: int) -> str:
-        return _named("message_start", {"message": _frame(self._model, prompt_tokens)})
+        return _named("message_start", {"message": _frame(self._model, self._id, prompt_tokens)})
 
 
 def anthropic_error(error: RequestRefusedError) -> dict[str, Any]:
@@ -182,9 +181,9 @@ def _end(answer: ChatAnswer) -> dict[str, Any]:
     }
 
 
-def _frame(model: str, prompt_tokens: int) -> dict[str, Any]:
+def _frame(model: str, id: str, prompt_tokens: int) -> dict[str, Any]:
     return {
-        "id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model, "content": [],
+        "id": f"msg_{id}", "type": "message", "role": "assistant", "model": model, "content": [],
         "stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
     }  # fmt: skip
 

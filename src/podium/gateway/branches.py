@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Self
 
@@ -50,6 +50,8 @@ class SessionRecord:
     requests: int  # without repeated ones
     repeated_requests: int  # answered from the record
     rerendered_requests: int  # the template rewrites earlier turns, so a history that extends began a new root
+    answered: tuple[tuple[int, ...], ...] = ()  # turns of each answered request, in the order of the requests
+    turns_by_id: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by the id that the client got
 
     @property
     def trained_tokens(self) -> int:

@@ -9,7 +9,7 @@ import secrets
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from podium.data.documents import Tokens
@@ -51,6 +51,8 @@ class ChatCall:
     wish: SamplingWish
     content: bytes
     idempotency_key: str | None = None
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    """Of the response. Clients get it behind `chatcmpl-`, `msg_` or `resp_`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -229,7 +231,7 @@ class ChatSession:
             raise RequestRefusedError(410, "this session is closed.")
         opened = readable(
             lambda: self._recorder.open(
-                call.messages, call.tools, content=call.content, idempotency_key=call.idempotency_key
+                call.messages, call.tools, content=call.content, idempotency_key=call.idempotency_key, id=call.id
             )
         )
         number = opened.number

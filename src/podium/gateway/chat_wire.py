@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -88,7 +87,9 @@ def sampling_wish(body: Mapping[str, Any], *, max_tokens: Sequence[str]) -> Samp
     )
 
 
-def chat_completion(answer: ChatAnswer, conversations: Conversations, model: str, *, logprobs: bool) -> dict[str, Any]:
+def chat_completion(
+    answer: ChatAnswer, conversations: Conversations, model: str, *, id: str, logprobs: bool
+) -> dict[str, Any]:
     """The response of one piece."""
     choices = []
     for index, choice in enumerate(answer.choices):
@@ -101,7 +102,7 @@ def chat_completion(answer: ChatAnswer, conversations: Conversations, model: str
                 "logprobs": _logprobs(choice, conversations) if logprobs else None,
             }
         )
-    return {**_frame("chat.completion", model), "choices": choices, "usage": usage(answer)}
+    return {**_frame("chat.completion", model, id), "choices": choices, "usage": usage(answer)}
 
 
 def finish_reason(choice: ChatChoice) -> str:
@@ -125,8 +126,8 @@ def usage(answer: ChatAnswer) -> dict[str, Any]:
 class ChatChunks:
     """The chunks of one streamed response, as events."""
 
-    def __init__(self, model: str, conversations: Conversations, *, with_usage: bool, logprobs: bool) -> None:
-        self._frame, self._conversations = _frame("chat.completion.chunk", model), conversations
+    def __init__(self, model: str, conversations: Conversations, *, id: str, with_usage: bool, logprobs: bool) -> None:
+        self._frame, self._conversations = _frame("chat.completion.chunk", model, id), conversations
         self._with_usage, self._logprobs = with_usage, logprobs
         self._sent = ""
 
@@ -246,5 +247,5 @@ def _logprobs(choice: ChatChoice, conversations: Conversations) -> dict[str, Any
     return {"content": content, "refusal": None}
 
 
-def _frame(kind: str, model: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind, "created": int(wall_clock_s()), "model": model}
+def _frame(kind: str, model: str, id: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{id}", "object": kind, "created": int(wall_clock_s()), "model": model}

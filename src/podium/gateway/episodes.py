@@ -27,7 +27,9 @@ class SessionSequences:
     behavior_logprobs_T: NDArray[np.float32]  # 0 where not sampled
     versions_T: Tokens  # -1 where not sampled
     starts: tuple[int, ...]  # of all sequences but the first
-    turn_ends: tuple[int, ...]  # where the last token of each answer is, once for each
+    turns: tuple[int, ...]  # numbers of the session's turns, once for each
+    turn_ends: tuple[int, ...]  # where the last token of each of them is
+    parents: tuple[int, ...]  # the turn that each one continues, by its place here; -1: it begins a conversation
     num_prompt_tokens: int  # before the first answer
 
 
@@ -38,13 +40,12 @@ def sequences_of(record: SessionRecord) -> SessionSequences:
     branches = sorted(
         record.branches, key=lambda each: (each.turns[-1] >= record.last_turns_from, each.tokens_T.tobytes())
     )
-    seen: set[int] = set()
+    turns = _Turns()
     masks: list[Mask] = []
     starts: list[int] = []
-    turn_ends: list[int] = []
     first = 0
     for branch in branches:
-        masks.append(_new_tokens(branch, seen, turn_ends, first))
+        masks.append(turns.new_tokens(branch, first))
         starts.append(first)
         first += len(branch.tokens_T)
     sampled_T = np.concatenate([*masks, np.zeros(0, np.bool_)])
@@ -58,19 +59,30 @@ def sequences_of(record: SessionRecord) -> SessionSequences:
         behavior_logprobs_T=np.where(sampled_T, logprobs_T, 0).astype(np.float32),
         versions_T=np.where(sampled_T, versions_T, -1).astype(np.int32),
         starts=tuple(starts[1:]),
-        turn_ends=tuple(turn_ends),
+        turns=tuple(turns.places),
+        turn_ends=tuple(turns.ends),
+        parents=tuple(turns.parents),
         num_prompt_tokens=int(np.argmax(sampled_T)) if len(sampled_T) else 0,
     )
 
 
-def _new_tokens(branch: Branch, seen: set[int], turn_ends: list[int], first: int) -> Mask:
-    """Mask of a branch's sampled tokens that no branch before has. Adds its turns to `seen` and their ends."""
-    mask_T, begin = branch.loss_mask_T.copy(), 0
-    for turn, end in zip(branch.turns, branch.turn_ends, strict=True):
-        if turn in seen:
-            mask_T[begin : end + 1] = False
-        else:
-            seen.add(turn)
-            turn_ends.append(first + end)
-        begin = end + 1
-    return mask_T
+class _Turns:
+    """The turns of all branches so far, each once, in the order of their tokens."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, int] = {}  # by number
+        self.ends: list[int] = []
+        self.parents: list[int] = []
+
+    def new_tokens(self, branch: Branch, first: int) -> Mask:
+        """Mask of a branch's sampled tokens that no branch before has. Adds its turns. `first`: where it begins."""
+        mask_T, begin, parent = branch.loss_mask_T.copy(), 0, -1
+        for turn, end in zip(branch.turns, branch.turn_ends, strict=True):
+            if turn in self.places:
+                mask_T[begin : end + 1] = False
+            else:
+                self.places[turn] = len(self.places)
+                self.ends.append(first + end)
+                self.parents.append(parent)
+            begin, parent = end + 1, self.places[turn]
+        return mask_T

@@ -125,18 +125,22 @@ class Recorder:
         self._by_history: dict[bytes, list[RecordedTurn]] = {}
         self._by_content: dict[bytes, int] = {}
         self._by_idempotency_key: dict[str, int] = {}
+        self._by_id: dict[str, int] = {}
         self._roots: list[RecordedTurn] = []
         self._last_turns_from = 0
         self._turns = self._requests = self._sampled = self._discarded = self._repeats = self._rerendered = 0
 
     def open(
-        self, messages: Sequence[Message], tools: Tools, *, content: bytes, idempotency_key: str | None = None
-    ) -> OpenedTurn | RepeatedTurn:
+        self, messages: Sequence[Message], tools: Tools, *, content: bytes, idempotency_key: str | None = None,
+        id: str = "",
+    ) -> OpenedTurn | RepeatedTurn:  # fmt: skip
         """Takes a request. `content`: everything that the answer depends on, also sampling; equal contents are the same
-        request until something follows its answer. An idempotency key says that explicitly, for good."""
+        request until something follows its answer. An idempotency key says that explicitly, for good. `id`: of the
+        response; a repeated request has several."""
         repeated = self._repeated(content, idempotency_key)
         if repeated is not None:
             self._note_repeat(self._opened[repeated])
+            self._by_id[id] = repeated
             return RepeatedTurn(number=repeated)
         keys = history_keys(messages, tools)
         parent, prompt = self._continued(messages, keys)
@@ -153,6 +157,7 @@ class Recorder:
         )
         self._requests += 1
         self._opened[opened.number] = opened
+        self._by_id[id] = opened.number
         self._by_content[content] = opened.number
         if idempotency_key is not None:
             self._by_idempotency_key[idempotency_key] = opened.number
@@ -197,6 +202,11 @@ class Recorder:
     def record(self) -> SessionRecord:
         """Everything that was sampled, as branches. Counts that trained and sampled tokens are the same."""
         branches: tuple[Branch, ...] = branches_of(self._roots)
+        answered = {
+            number: tuple(turn.number for turn in opened.turns)
+            for number, opened in sorted(self._opened.items())
+            if opened.turns
+        }
         return SessionRecord(
             branches=branches,
             sampled_tokens=self._sampled,
@@ -206,6 +216,8 @@ class Recorder:
             requests=self._requests,
             repeated_requests=self._repeats,
             rerendered_requests=self._rerendered,
+            answered=tuple(answered.values()),
+            turns_by_id={id: answered[number] for id, number in self._by_id.items() if number in answered},
         ).counted()
 
     def _note_repeat(self, opened: OpenedTurn) -> None:

@@ -69,7 +69,7 @@ class ResponseWriter:
     """One response, of one piece or as events."""
 
     def __init__(self, wanted: ResponseCall, model: str) -> None:
-        self.id = _id("resp")
+        self.id = f"resp_{wanted.call.id}"
         body = wanted.body
         self._frame: dict[str, Any] = {
             "id": self.id, "object": "response", "created_at": int(wall_clock_s()), "model": model, "error": None,

@@ -145,12 +145,15 @@ class Gateway:
         if not body.get("stream"):
             answer = await self._answer(call, session)
             answer.collect()
-            content = chat_completion(answer, self.service.conversations, self.service.name, logprobs=logprobs)
+            content = chat_completion(
+                answer, self.service.conversations, self.service.name, id=call.id, logprobs=logprobs
+            )
             return HttpAnswer(content=content)
         options = body.get("stream_options") or {}
         chunks = ChatChunks(
             self.service.name,
             self.service.conversations,
+            id=call.id,
             with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
             logprobs=logprobs,
         )
@@ -169,8 +172,9 @@ class Gateway:
         if not body.get("stream"):
             answer = await self._answer(call, session)
             answer.collect()
-            return HttpAnswer(content=anthropic_message(answer, self.service.name))
-        events = await streamed(lambda on_text: self._answer(call, session, on_text), MessageEvents(self.service.name))
+            return HttpAnswer(content=anthropic_message(answer, self.service.name, id=call.id))
+        writer = MessageEvents(self.service.name, id=call.id)
+        events = await streamed(lambda on_text: self._answer(call, session, on_text), writer)
         return replace(events, error_event=anthropic_error_event)
 
     async def _responses(self, request: HttpRequest, session: ChatSession | None) -> HttpAnswer:

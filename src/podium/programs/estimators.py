@@ -25,8 +25,11 @@ AdvantageEstimator = Callable[[Floats, GradedRollouts], Advantages]
 
 def advantage_estimator(recipe: GrpoRecipe | CustomOnPolicyRecipe) -> AdvantageEstimator:
     """The estimator that the recipe names. ppo.py and on_policy_distill.py have those of a critic and of teachers."""
-    if recipe.algorithm.credit == "turn":
-        return _per_turn(recipe.algorithm.advantage, recipe.algorithm.turn_discount)
+    match recipe.algorithm.credit:
+        case "turn":
+            return _per_turn(recipe.algorithm.advantage, recipe.algorithm.turn_discount)
+        case "branch":
+            return _per_branch(recipe.algorithm.advantage)
     match recipe.algorithm.advantage:
         case "group_relative":
             return _per_episode(advantages.group_relative)
@@ -53,6 +56,33 @@ def _per_episode(estimate: Callable[[Floats, Ints], NDArray[np.float32]]) -> Adv
 
 def _per_turn(name: str | plugins.Plugin, discount: float) -> AdvantageEstimator:
     """Returns of turns, compared over all turns of a group. The recipe allows no other name."""
+
+    def returns(turns: TurnRewards) -> tuple[Floats, Floats | None]:
+        if not turns.is_tree:
+            return turn_advantages.turn_returns(turns.reward_K, turns.row_K, discount=discount), None
+        parent_K = turns.parent_turns_K
+        weight_K = turn_advantages.turn_weights(parent_K, turns.row_K)
+        returns_K = turn_advantages.turn_returns(turns.reward_K, turns.row_K, discount=discount, parent_K=parent_K)
+        return returns_K, weight_K
+
+    return _compared(name, returns)
+
+
+def _per_branch(name: str | plugins.Plugin) -> AdvantageEstimator:
+    """Returns of whole branches, each compared by its fraction with all branches of a group."""
+
+    def returns(turns: TurnRewards) -> tuple[Floats, Floats | None]:
+        parent_K = turns.parent_turns_K
+        fraction_K = turn_advantages.branch_fractions(parent_K, turns.row_K)
+        return turn_advantages.branch_returns(turns.reward_K, parent_K), fraction_K
+
+    return _compared(name, returns)
+
+
+def _compared(
+    name: str | plugins.Plugin, returns: Callable[[TurnRewards], tuple[Floats, Floats | None]]
+) -> AdvantageEstimator:
+    """Advantages of turns. `returns`: what each turn is compared by, and its weight in the mean of its episode."""
     compare = {
         "group_relative": turn_advantages.turn_relative,
         "group_centered": turn_advantages.turn_centered,
@@ -62,8 +92,8 @@ def _per_turn(name: str | plugins.Plugin, discount: float) -> AdvantageEstimator
 
     def estimator(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:
         turns = turns_with_final_rewards(rewards_N, episodes.rollouts.note.turn_rewards)
-        returns_K = turn_advantages.turn_returns(turns.reward_K, turns.row_K, discount=discount)
-        values_K = compare(returns_K, turns.row_K, episodes.group_N)
+        returns_K, weight_K = returns(turns)
+        values_K = compare(returns_K, turns.row_K, episodes.group_N, weight_K)
         whiten = name == "reinforce_pp_baseline"
         return Advantages(values_N=None, turns=replace(turns, reward_K=values_K), whiten=whiten)
 
@@ -71,15 +101,20 @@ def _per_turn(name: str | plugins.Plugin, discount: float) -> AdvantageEstimator
 
 
 def turns_with_final_rewards(rewards_N: Floats, turns: TurnRewards) -> TurnRewards:
-    """The rewards of all turns, by row: what an episode's reward has beside those of its turns belongs to the last one.
-    An episode without an answer counts as one turn without tokens."""
+    """The rewards of all turns, by row: what an episode's reward has beside those of its turns belongs to the last one;
+    if turns branch, to the last one of every branch. An episode without an answer counts as one turn without tokens."""
     count = len(rewards_N)
     without = np.flatnonzero(np.bincount(turns.row_K, minlength=count) == 0)
     added = TurnRewards(row_K=without, token_K=np.full(len(without), -1), reward_K=np.zeros(len(without)))
     every = TurnRewards.concatenate([(turns, 0), (added, 0)]).by_row()
-    last_N = np.searchsorted(every.row_K, np.arange(count), side="right") - 1
+    rest_N = rewards_N - np.bincount(turns.row_K, turns.reward_K, minlength=count)
     reward_K = every.reward_K.copy()
-    reward_K[last_N] += rewards_N - np.bincount(turns.row_K, turns.reward_K, minlength=count)
+    if every.is_tree:
+        ends_K = turn_advantages.ends_of_branches(every.parent_turns_K)
+        reward_K[ends_K] += rest_N[every.row_K[ends_K]]
+    else:
+        last_N = np.searchsorted(every.row_K, np.arange(count), side="right") - 1
+        reward_K[last_N] += rest_N
     return replace(every, reward_K=reward_K)
 
 

@@ -35,10 +35,6 @@ def _several_sequences(recipe: OnPolicyRecipe) -> Iterator[str]:
             "agent's episode may have several. Use grpo."
         )
     algorithm = recipe.algorithm
-    if isinstance(algorithm, GrpoAlgorithm) and algorithm.credit == "turn":
-        yield (
-            "algorithm.credit: turn needs turns in one order, and requests of an agent may branch. Set it to episode."
-        )
     if isinstance(algorithm, PolicySection) and algorithm.kl is not None and algorithm.kl.where == "reward":
         yield (
             "algorithm.kl.where: with the KL in the reward a token is trained with the KL of those after it, and the "

@@ -193,10 +193,11 @@ class GrpoAlgorithm(PolicySection, RewardShapingSection):
         description="The estimator. A custom function takes (rewards_N, group_N) and gives advantages_N.",
     )
     gamma: Real = Field(1.0, ge=0, le=1, description="Discount of rewards; of reinforce_pp.")
-    credit: Literal["episode", "turn"] = Field(
+    credit: Literal["episode", "turn", "branch"] = Field(
         "episode",
         description="With an environment: all tokens of an episode get its advantage, or those of each turn their own, "
-        "from the rewards of this turn and later ones.",
+        "from the rewards of this turn and later ones. With an agent also branch: each branch has its own, from the "
+        "rewards of all of its turns.",
     )
     turn_discount: Real = Field(
         1.0, ge=0, le=1, description="With credit turn: discount of a reward for each turn that it comes later."

@@ -98,26 +98,32 @@ def _estimator(recipe: OnPolicyRecipe) -> Iterator[str]:
 
 
 def _credit(recipe: OnPolicyRecipe, algorithm: GrpoAlgorithm) -> Iterator[str]:
-    if algorithm.credit == "episode":
-        if algorithm.turn_discount != 1.0:
-            yield (
-                f"algorithm.turn_discount: {algorithm.turn_discount} has no meaning with credit episode. Remove it, or "
-                "set algorithm.credit to turn."
-            )
+    credit = algorithm.credit
+    if credit != "turn" and algorithm.turn_discount != 1.0:
+        yield (
+            f"algorithm.turn_discount: {algorithm.turn_discount} has no meaning with credit {credit}. Remove it, or "
+            "set algorithm.credit to turn."
+        )
+    if credit == "episode":
         return
     if recipe.environment is None:
-        yield "algorithm.credit: turn needs episodes of several turns, and there is no environment. Remove it."
+        yield f"algorithm.credit: {credit} needs episodes of several turns, and there is no environment. Remove it."
+    elif credit == "branch" and not recipe.environment.is_agent:
+        yield "algorithm.credit: branch needs an agent, whose requests may branch. Set it to turn or episode."
     if not algorithm.has_turns:
         yield (
-            f"algorithm.credit: turn has no form of {algorithm.advantage}. Set algorithm.advantage to group_relative, "
-            "group_centered, leave_one_out or reinforce_pp_baseline."
+            f"algorithm.credit: {credit} has no form of {algorithm.advantage}. Set algorithm.advantage to "
+            "group_relative, group_centered, leave_one_out or reinforce_pp_baseline."
         )
     if algorithm.loss == "sequence_clipped":
-        yield "algorithm.credit: turn gives an episode several advantages, and sequence_clipped uses one. Use clipped."
+        yield (
+            f"algorithm.credit: {credit} gives an episode several advantages, and sequence_clipped uses one. Use "
+            "clipped."
+        )
     if algorithm.dynamic_sampling:
         yield (
-            "algorithm.dynamic_sampling: leaves out groups whose episodes have equal rewards, and with credit turn "
-            "their turns may differ. Remove one of the two."
+            f"algorithm.dynamic_sampling: leaves out groups whose episodes have equal rewards, and with credit "
+            f"{credit} their turns may differ. Remove one of the two."
         )
 
 

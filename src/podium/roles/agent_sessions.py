@@ -5,6 +5,7 @@ them, one session for each episode."""
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from podium.data.documents import Tokens
 from podium.data.splitmix import GAMMA, mix
 from podium.data.tasks import Task
 from podium.data.trajectories import TrajectoryId
-from podium.environments.agents import AgentCall
+from podium.environments.agents import AgentCall, AgentOutcome, TurnRewardsById
 from podium.environments.episode import Episode, EpisodeFinish
 from podium.environments.hosted_episodes import HostedEnvironment
 from podium.environments.protocol import CallFailedError, EpisodeLostError, Outcome
@@ -27,7 +28,7 @@ from podium.gateway.backend import Generation, GenerationRequest, OnTokens
 from podium.gateway.branches import SessionRecord
 from podium.gateway.chat import ModelService, SamplingWish, SessionSettings
 from podium.gateway.conversation import Conversations
-from podium.gateway.episodes import sequences_of
+from podium.gateway.episodes import SessionSequences, sequences_of
 from podium.gateway.http import HttpLimits, HttpServer
 from podium.gateway.refusal import RequestRefusedError
 from podium.gateway.server import Gateway
@@ -132,11 +133,16 @@ class AgentSessions:
     def _episode(
         self, id: TrajectoryId, backend: _SessionBackend, record: SessionRecord, outcome: Any, error: str | None
     ) -> Episode:
-        finish, error = self._ending(backend, record, outcome, error)
-        reward = outcome.reward if isinstance(outcome, Outcome) else 0.0
         sequences = sequences_of(record)
         sampled_T = sequences.sampled_T
-        turn_ends = sequences.turn_ends
+        turn_rewards: tuple[float, ...] = ()
+        if isinstance(outcome, AgentOutcome) and error is None:
+            try:
+                turn_rewards = rewards_of_turns(outcome.turn_rewards, record, sequences)
+            except CallFailedError as failure:
+                error = f"agent: {failure}"
+        finish, error = self._ending(backend, record, outcome, error)
+        reward = outcome.reward if isinstance(outcome, Outcome) else 0.0
         return Episode(
             id=id,
             tokens_T=sequences.tokens_T,
@@ -147,8 +153,10 @@ class AgentSessions:
             num_prompt_tokens=sequences.num_prompt_tokens,
             messages=(),
             num_prompt_messages=0,
-            turn_rewards=(*([0.0] * (len(turn_ends) - 1)), reward) if error is None else (),
-            turn_ends=turn_ends,
+            turn_rewards=turn_rewards if error is None else (),
+            turn_ends=sequences.turn_ends,
+            turn_parents=sequences.parents,
+            whole_reward=reward if error is None else 0.0,
             finish=finish,
             error=error,
             metrics={
@@ -177,6 +185,35 @@ class AgentSessions:
         if backend.has_refused_turns:
             return "turns", None
         return ("tokens" if backend.was_cut else "done"), None
+
+
+def rewards_of_turns(
+    given: tuple[float, ...] | TurnRewardsById, record: SessionRecord, sequences: SessionSequences
+) -> tuple[float, ...]:
+    """An agent's rewards of single answers, in the order of the turns in the sequences."""
+    named: list[tuple[str, tuple[int, ...] | None, tuple[float, ...]]]
+    if isinstance(given, tuple):
+        if len(given) != len(record.answered):
+            raise CallFailedError(
+                f"`turn_rewards` has {len(given)} numbers, and {len(record.answered)} requests were answered (without "
+                "repeated ones). Give one for each, or name responses by their ids."
+            )
+        named = [("in order", turns, (reward,)) for turns, reward in zip(record.answered, given, strict=True)]
+    else:
+        # Clients get the id behind a word for the kind of response.
+        named = [(id, record.turns_by_id.get(re.split("[-_]", id)[-1]), rewards) for id, rewards in given.items()]
+    rewards_by_turn: dict[int, float] = {}
+    for id, turns, rewards in named:
+        if turns is None:
+            raise CallFailedError(f"`turn_rewards` names {id[:80]!r}, and no response of the episode has this id.")
+        if len(turns) != len(rewards):
+            raise CallFailedError(
+                f"`turn_rewards` has {len(rewards)} numbers for a response with {len(turns)} choices. Name the "
+                "response by its id, and give a list with one number for each choice."
+            )
+        for turn, reward in zip(turns, rewards, strict=True):
+            rewards_by_turn[turn] = rewards_by_turn.get(turn, 0.0) + reward
+    return tuple(rewards_by_turn.get(turn, 0.0) for turn in sequences.turns)
 
 
 def _ended(agent: asyncio.Future[Any]) -> tuple[Any, str | None]:

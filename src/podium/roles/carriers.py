@@ -76,6 +76,35 @@ class TurnRewards:
     row_K: Ints
     token_K: Ints  # counted from the row's first token
     reward_K: Floats
+    parent_K: Ints | None = None
+    """Of an agent's turns: the one that each continues, by its place among those of the row; -1: it begins anew. None:
+    every turn of a row continues the one before."""
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether the turns may branch: no order of an episode's tokens is one of time."""
+        return self.parent_K is not None
+
+    @property
+    def parents_K(self) -> Ints:
+        """The parent of each turn by its place among those of the row, also where each continues the one before."""
+        if self.parent_K is not None:
+            return self.parent_K
+        return self._places_K - 1
+
+    @property
+    def parent_turns_K(self) -> Ints:
+        """The parent of each turn by its place among all turns, -1 for none. Turns are sorted by row."""
+        return np.where(self.parents_K < 0, -1, np.arange(len(self.row_K)) - self._places_K + self.parents_K)
+
+    @property
+    def _places_K(self) -> Ints:
+        """Of each turn among those of its row."""
+        order = np.argsort(self.row_K, kind="stable")
+        rows = self.row_K[order]
+        places_K = np.empty(len(rows), np.int64)
+        places_K[order] = np.arange(len(rows)) - np.searchsorted(rows, rows)
+        return places_K
 
     @classmethod
     def none(cls) -> TurnRewards:
@@ -88,13 +117,21 @@ class TurnRewards:
         place[rows] = np.arange(len(rows))
         is_kept_K = place[self.row_K] >= 0
         return TurnRewards(
-            row_K=place[self.row_K[is_kept_K]], token_K=self.token_K[is_kept_K], reward_K=self.reward_K[is_kept_K]
+            row_K=place[self.row_K[is_kept_K]],
+            token_K=self.token_K[is_kept_K],
+            reward_K=self.reward_K[is_kept_K],
+            parent_K=None if self.parent_K is None else self.parent_K[is_kept_K],
         )
 
     def by_row(self) -> TurnRewards:
         """The same rewards sorted by row. The order within a row stays."""
         order = np.argsort(self.row_K, kind="stable")
-        return TurnRewards(row_K=self.row_K[order], token_K=self.token_K[order], reward_K=self.reward_K[order])
+        return TurnRewards(
+            row_K=self.row_K[order],
+            token_K=self.token_K[order],
+            reward_K=self.reward_K[order],
+            parent_K=None if self.parent_K is None else self.parent_K[order],
+        )
 
     @classmethod
     def concatenate(cls, parts: Sequence[tuple[TurnRewards, int]]) -> TurnRewards:
@@ -104,6 +141,9 @@ class TurnRewards:
             row_K=np.concatenate([part.row_K + first for (part, _), first in zip(parts, firsts, strict=True)]),
             token_K=np.concatenate([part.token_K for part, _ in parts]),
             reward_K=np.concatenate([part.reward_K for part, _ in parts]),
+            parent_K=np.concatenate([part.parents_K for part, _ in parts])
+            if any(part.is_tree for part, _ in parts)
+            else None,
         )
 
 

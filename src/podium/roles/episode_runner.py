@@ -20,7 +20,7 @@ from podium.cluster.channels import Channel
 from podium.data.control_tokens import ControlRule
 from podium.data.prefixes import RowPrefixes
 from podium.data.tokenizer import load_tokenizer, parted_stops, stop_tokens
-from podium.data.trajectories import TrajectoryBlock, TrajectoryId
+from podium.data.trajectories import Ints, TrajectoryBlock, TrajectoryId
 from podium.environments.episode import (
     Episode,
     EpisodeJob,
@@ -427,7 +427,16 @@ def note_of(episodes: list[Episode]) -> EpisodeNote:
             row_K=np.array([row for row, _, _ in places], np.int64),
             token_K=np.array([end for _, end, _ in places], np.int64),
             reward_K=np.array([reward for _, _, reward in places], np.float64),
+            parent_K=_parents_of(episodes),
         ),
         errors={row: each.error for row, each in enumerate(episodes) if each.error is not None},
         counts={name: np.array([each.metrics.get(name, 0.0) for each in episodes], np.float64) for name in names},
     )
+
+
+def _parents_of(episodes: Sequence[Episode]) -> Ints | None:
+    """Which turn each one continues, if an agent has played the episodes."""
+    parents = [each.turn_parents for each in episodes]
+    if any(each is None for each in parents) or not parents:
+        return None
+    return np.array([parent for each in parents for parent in each or ()], np.int64)

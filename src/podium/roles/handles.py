@@ -390,7 +390,7 @@ class LearnerHandle:
                 return replace(
                     shard,
                     rewards_N=train_batch.graded.last_token_rewards_N[mine],
-                    turn_rewards=rollouts.note.turn_rewards.take(mine),
+                    turn_rewards=train_batch.graded.token_turn_rewards.take(mine),
                 )
             case TokenAdvantages(columns=columns):
                 return replace(shard, advantages=columns.select(rows.ids))

@@ -166,9 +166,16 @@ class GradedRollouts:
         return solved
 
     @property
+    def token_turn_rewards(self) -> TurnRewards:
+        """Rewards of turns that belong to single tokens. Turns of agents may branch, and no order of their tokens is
+        one of time: there are none, and each episode has its whole reward at its last token."""
+        turns = self.rollouts.note.turn_rewards
+        return TurnRewards.none() if turns.is_tree else turns
+
+    @property
     def last_token_rewards_N(self) -> Floats:
         """The part of the rewards that belongs to an episode's last token, without the rewards of turns."""
-        turns = self.rollouts.note.turn_rewards
+        turns = self.token_turn_rewards
         return self.rewards_N - np.bincount(turns.row_K, turns.reward_K, minlength=len(self.rewards_N))
 
     @cached_property

@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 from scripted import task
 
-from podium.environments.agents import AgentCall, CommandAgent, agent_maker, printed_reward, reward_of, task_text
+from podium.environments.agents import (
+    AgentCall,
+    AgentOutcome,
+    CommandAgent,
+    agent_maker,
+    printed_reward,
+    reward_of,
+    task_text,
+)
 from podium.environments.protocol import Outcome, call_within
 from podium.recipe.on_policy import EnvironmentSection
 
@@ -64,18 +72,39 @@ def test_numbers_are_rewards_and_none_is_none(value: Any) -> None:
     assert reward_of(None) is None
 
 
-@pytest.mark.parametrize("value", ["1", "good", float("nan"), float("inf"), [1], {"reward": 1}])
+@pytest.mark.parametrize("value", ["1", "good", float("nan"), float("inf"), [1], {"score": 1}])
 def test_anything_else_is_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match="an agent returns a"):
+    with pytest.raises(TypeError, match="an agent returns"):
         reward_of(value)
+
+
+def test_rewards_of_single_answers_come_beside_that_of_the_episode() -> None:
+    for given, expected in (
+        ([1, 2.5], (1.0, 2.5)),
+        ({"chatcmpl-1": 1, "resp_2": [2, 3]}, {"chatcmpl-1": (1.0,), "resp_2": (2.0, 3.0)}),
+    ):
+        outcome = reward_of({"reward": 4, "turn_rewards": given})
+        assert isinstance(outcome, AgentOutcome)
+        assert (outcome.reward, outcome.turn_rewards) == (4.0, expected)
+    alone = reward_of({"turn_rewards": [1]})
+    assert isinstance(alone, AgentOutcome)
+    assert (alone.reward, alone.turn_rewards) == (0.0, (1.0,))
+    assert reward_of({"reward": None}) is None
+    whole = reward_of({"reward": 0.5})
+    assert whole is not None
+    assert whole.reward == 0.5
+    for wrong in ("abc", 1, ["a"], {"id": None}, [float("inf")]):
+        with pytest.raises(TypeError, match="`turn_rewards` has a number"):
+            reward_of({"reward": 4, "turn_rewards": wrong})
 
 
 @pytest.mark.parametrize(
     ("output", "reward"),
     [("1\n", 1.0), ("said\n0.5\n\n", 0.5), ('{"reward": 2}', 2.0), ("", None), ("done", None), ("1\nthe end", None),
-     ('{"score": 1}', None), ("true", None), ('"1"', None)],
+     ('{"score": 1}', None), ("true", None), ('"1"', None),
+     ('{"turn_rewards": [1, 0], "note": "x"}', {"reward": None, "turn_rewards": [1, 0]})],
 )  # fmt: skip
-def test_the_last_line_of_a_command_may_be_its_reward(output: str, reward: float | None) -> None:
+def test_the_last_line_of_a_command_may_be_its_reward(output: str, reward: Any) -> None:
     assert printed_reward(output) == reward
 
 

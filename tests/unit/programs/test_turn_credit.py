@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,63 @@ def test_an_episode_without_an_answer_counts_in_the_mean() -> None:
     assert (turns.row_K.tolist(), turns.token_K.tolist(), turns.reward_K.tolist()) == ([0, 1], [0, -1], [2.0, -2.0])
 
 
+AGENT = ("environment={agent: 'agents.py:solve'}", "algorithm.advantage=group_centered")
+
+
+def of_a_tree(*overrides: str) -> TurnRewards:
+    """Two episodes of a group. The first is a fork: turn 0 with reward 1, and turns 1 and 2 behind it with 0 and 2;
+    the second has one turn. Graders and agents give the episodes 4 and 3 beside."""
+    graded = make_graded([7.0, 3.0], [0, 0], lengths=[9, 4], turns=[(0, 1, 1.0), (0, 4, 0.0), (0, 8, 2.0), (1, 3, 0.0)])
+    note = graded.rollouts.note
+    turns = replace(note.turn_rewards, parent_K=np.array([-1, 0, 0, -1]))
+    graded = replace(graded, rollouts=replace(graded.rollouts, note=replace(note, turn_rewards=turns)))
+    advantages = advantage_estimator(on_policy_recipe(*AGENT, *overrides))(graded.rewards_N, graded)
+    assert advantages.turns is not None
+    assert advantages.turns.token_K.tolist() == [1, 4, 8, 3]
+    return advantages.turns
+
+
+def test_the_turns_of_a_tree_have_what_follows_them() -> None:
+    """Behind the fork the returns are 4 and 2 + 4 = 6, at the root 1 + 0.5 * 5 = 3.5. Each branch has two turns:
+    the episode's mean is ((3.5 + 4) / 2 + (3.5 + 6) / 2) / 2 = 4.25, the other's 3, and the group's 3.625."""
+    found = of_a_tree("algorithm.credit=turn", "algorithm.turn_discount=0.5")
+    assert found.reward_K.tolist() == [-0.125, 0.375, 2.375, -0.625]
+
+
+def test_the_branches_of_a_tree_have_what_is_on_their_path() -> None:
+    """The branches have 1 + 0 + 4 = 5 and 1 + 2 + 4 = 7, half of the episode each: its mean is 6, the group's 4.5. The
+    shared turn has the mean of both."""
+    found = of_a_tree("algorithm.credit=branch")
+    assert found.reward_K.tolist() == [1.5, 0.5, 2.5, -1.5]
+
+
+def test_without_credit_to_turns_a_tree_has_its_reward_at_its_last_token() -> None:
+    graded = make_graded([7.0, 3.0], [0, 0], lengths=[9, 4], turns=[(0, 1, 1.0), (1, 3, 2.0)])
+    assert graded.last_token_rewards_N.tolist() == [6.0, 1.0]
+    note = graded.rollouts.note
+    tree = replace(note, turn_rewards=replace(note.turn_rewards, parent_K=np.array([-1, -1])))
+    graded = replace(graded, rollouts=replace(graded.rollouts, note=tree))
+    assert graded.last_token_rewards_N.tolist() == [7.0, 3.0]
+    assert len(graded.token_turn_rewards.row_K) == 0
+
+
+def test_parents_stay_with_their_turns_when_rows_are_cut_and_joined() -> None:
+    tree = TurnRewards(
+        row_K=np.array([1, 0, 1, 1]), token_K=np.array([2, 5, 4, 9]), reward_K=np.array([1.0, 2.0, 3.0, 4.0]),
+        parent_K=np.array([-1, -1, 0, 0]),
+    )  # fmt: skip
+    chain = TurnRewards(row_K=np.array([0, 0]), token_K=np.array([3, 7]), reward_K=np.zeros(2))
+    assert chain.parents_K.tolist() == [-1, 0]
+
+    joined = TurnRewards.concatenate([(tree, 2), (chain, 1)]).by_row()
+
+    assert joined.row_K.tolist() == [0, 1, 1, 1, 2, 2]
+    assert joined.parents_K.tolist() == [-1, -1, 0, 0, -1, 0]
+    assert joined.parent_turns_K.tolist() == [-1, -1, 1, 1, -1, 4]
+    assert joined.take(np.array([2, 1])).by_row().parent_turns_K.tolist() == [-1, 0, -1, 2, 2]
+    assert TurnRewards.concatenate([(chain, 1), (chain, 1)]).parent_K is None
+
+
 @pytest.mark.parametrize(
     ("overrides", "error"),
     [
@@ -82,6 +140,9 @@ def test_an_episode_without_an_answer_counts_in_the_mean() -> None:
         (("algorithm.dynamic_sampling=true",), "leaves out groups"),
         (("algorithm.credit=episode", "algorithm.turn_discount=0.5"), "no meaning with credit episode"),
         (("environment=null",), "there is no environment"),
+        (("algorithm.credit=branch",), "branch needs an agent"),
+        ((*AGENT, "algorithm.credit=branch", "algorithm.turn_discount=0.5"), "no meaning with credit branch"),
+        ((*AGENT, "algorithm.credit=branch", "algorithm.loss=sequence_clipped"), "sequence_clipped uses one"),
         (("program=ppo",), "algorithm.credit"),
     ],
 )

@@ -46,7 +46,6 @@ def test_an_agent_is_the_only_environment(keys: dict[str, Any]) -> None:
         ({"options": {"a": 1}}, {}, "environment.options"),
         ({"max_episode_tokens": 99}, {}, "environment.max_episode_tokens"),
         ({"hidden_tools": True}, {}, "environment.hidden_tools"),
-        ({}, {"algorithm": {"credit": "turn"}}, "algorithm.credit"),
         ({}, {"algorithm": {"kl": {"coefficient": 0.1, "where": "reward"}}}, "algorithm.kl.where"),
         ({}, {"algorithm": {"advantage": "reinforce_pp", "gamma": 0.9}}, "algorithm.gamma"),
         ({}, {"rollout": {"router_replay": "on"}}, "rollout.router_replay"),

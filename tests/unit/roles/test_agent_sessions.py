@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -141,7 +142,8 @@ def test_a_conversation_is_one_sequence_of_the_sampled_tokens() -> None:
     episode = one(AGENT.several_turns, generators=generators)
 
     assert (episode.finish, episode.error, episode.starts, episode.num_turns) == ("done", None, (), 3)
-    assert episode.turn_rewards == (0.0, 0.0, 1.0)
+    assert (episode.turn_rewards, episode.whole_reward, episode.reward) == ((), 1.0, 1.0)
+    assert episode.turn_parents == (-1, 0, 1)
     sampled = [request.seed % 10_000 for request in generators.requests]
     assert text_of(episode.tokens_T[episode.loss_mask_T]).replace("<|im_end|>", " ").split() == list(map(str, sampled))
     assert (episode.versions_T[episode.loss_mask_T] == 5).all()
@@ -179,6 +181,9 @@ def test_a_tree_trains_every_sampled_token_once() -> None:
     assert sorted(each for sequence in found for each in sequence) == sorted(answers)
     assert sorted(map(len, found)) == [1, 2, 2]  # the turn before the fork is trained in one of its two sequences
     note = note_of([episode])
+    followers = Counter(note.turn_rewards.parents_K.tolist())
+    assert followers.pop(-1) == 2, "two roots"
+    assert sorted(followers.values()) == [1, 2], "a turn behind the first, and a fork behind the second"
     assert note.turn_rewards.token_K.tolist() == sorted(note.turn_rewards.token_K.tolist())
     assert note.trained_N.tolist() == note.sampled_N.tolist() == [int(episode.loss_mask_T.sum())]
 
@@ -205,6 +210,79 @@ def test_greedy_episodes_are_sampled_at_temperature_0() -> None:
     generators = Generators()
     one(AGENT.several_turns, generators=generators, plan=SamplingPlan(max_new_tokens=8, temperature=0.0))
     assert {request.sampling.temperature for request in generators.requests} == {0.0}
+
+
+# --- rewards of turns ---
+
+
+async def forks(task: Task, base_url: str, key: str) -> Any:
+    """A question, two answers to another behind it, and a new conversation."""
+    first: list[Any] = list(task.messages or ())
+    _, one = await AGENT.ask(base_url, key, first)
+    behind = [*first, AGENT.said(one), {"role": "user", "content": "go on"}]
+    _, two = await AGENT.ask(base_url, key, behind, n=2)
+    _, again = await AGENT.ask(base_url, key, behind, n=2)
+    assert again["id"] != two["id"]
+    status, three = await AGENT.post(base_url, key, "responses", {"input": "a new conversation"})
+    assert status == 200
+    return {"reward": 8.0, "turn_rewards": {one["id"]: 1, again["id"]: [2, 4.5], three["id"]: 0.25}}
+
+
+def test_rewards_of_turns_find_their_tokens_by_the_ids_of_responses() -> None:
+    generators = Generators()
+    episode = one(forks, generators=generators)
+
+    assert (episode.error, episode.whole_reward, episode.reward) == (None, 8.0, 15.75)
+    assert episode.turn_parents is not None
+    turns = note_of([episode]).turn_rewards
+    said = {text_of(request.prompt): request for request in generators.requests}
+    found: dict[float, tuple[int, int]] = {}  # by reward: roots before it, and where its answer stands
+    for reward, parent, end in zip(turns.reward_K.tolist(), turns.parents_K.tolist(), turns.token_K, strict=True):
+        found[reward] = (parent, int(end))
+    assert sorted(found) == [0.25, 1.0, 2.0, 4.5]
+    root = turns.reward_K.tolist().index(1.0)
+    assert found[1.0][0] == found[0.25][0] == -1
+    assert found[2.0][0] == found[4.5][0] == root
+    assert len(said) == 3
+    for reward, choice in ((2.0, 0), (4.5, 1)):
+        wanted = next(
+            each for each in generators.requests if each.id.branch == choice and "go on" in text_of(each.prompt)
+        )
+        end = found[reward][1]
+        answer = f"{wanted.seed % 10_000}<|im_end|>"
+        assert text_of(episode.tokens_T[: end + 1]).endswith(answer)
+
+
+@pytest.mark.parametrize(
+    ("turn_rewards", "why"),
+    [
+        ([1.0, 2.0], "has 2 numbers, and 3 requests were answered"),
+        ({"chatcmpl-00": 1.0}, "no response of the episode has this id"),
+        ([1.0, [2.0], 3.0], "`turn_rewards` has a number"),
+        ([1.0, float("nan"), 3.0], "finite"),
+        (1.0, "is not a float"),
+    ],
+)
+def test_rewards_of_turns_that_have_no_turn_fail_the_episode(turn_rewards: Any, why: str) -> None:
+    async def solve(task: Task, base_url: str, key: str) -> Any:
+        await AGENT.several_turns(task, base_url, key)
+        return {"turn_rewards": turn_rewards}
+
+    episode = one(solve)
+    assert episode.finish == "error"
+    assert why in str(episode.error)
+    assert not episode.loss_mask_T.any()
+    assert episode.reward == 0.0
+    assert note_of([episode]).turn_rewards.reward_K.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_rewards_of_turns_in_order_need_no_reward_of_the_episode() -> None:
+    async def solve(task: Task, base_url: str, key: str) -> Any:
+        await AGENT.several_turns(task, base_url, key)
+        return {"turn_rewards": [0.5, 0, 2]}
+
+    episode = one(solve, needs_reward=True)
+    assert (episode.finish, episode.turn_rewards, episode.reward) == ("done", (0.5, 0.0, 2.0), 2.5)
 
 
 async def changes_sampling(task: Task, base_url: str, key: str) -> float:
