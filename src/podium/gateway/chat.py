@@ -20,7 +20,8 @@ from podium.errors import DataError
 from podium.gateway.backend import Generation, GenerationRequest, OnTokens, TokenBackend
 from podium.gateway.branches import SessionRecord
 from podium.gateway.conversation import Conversations
-from podium.gateway.recorder import OpenedTurn, Recorder, SampledAnswer
+from podium.gateway.raw_prompts import RawPrompt
+from podium.gateway.recorder import OpenedTurn, Recorder, RepeatedTurn, SampledAnswer
 from podium.gateway.refusal import RequestRefusedError
 from podium.gateway.shown_text import OnText, ShownText
 from podium.rollout.requests import Completion, Sampling
@@ -53,6 +54,22 @@ class ChatCall:
     idempotency_key: str | None = None
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     """Of the response. Clients get it behind `chatcmpl-`, `msg_` or `resp_`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RawCall:
+    """One request to continue raw text or token ids."""
+
+    given: RawPrompt
+    wish: SamplingWish
+    content: bytes
+    idempotency_key: str | None = None
+    id: str
+
+    @property
+    def tools(self) -> Tools:
+        """Raw text has no tools."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -153,13 +170,15 @@ class Flight:
     """The generations of one request, of one prompt."""
 
     def __init__(
-        self, service: ModelService, prompt_T: Tokens, call: ChatCall, sampling: Sampling, seed: int,
+        self, service: ModelService, prompt_T: Tokens, call: ChatCall | RawCall, sampling: Sampling, seed: int,
         on_text: OnText | None,
     ) -> None:  # fmt: skip
         self._service, self._prompt_T, self._tools = service, prompt_T, call.tools
+        self._is_chat = isinstance(call, ChatCall)
         on_tokens: OnTokens | None = None
         if on_text is not None and call.wish.n == 1 and not call.tools:
-            on_tokens = ShownText(service.conversations, sampling.stop_strings, on_text, prompt_T)
+            chat_T = prompt_T if self._is_chat else None
+            on_tokens = ShownText(service.conversations, sampling.stop_strings, on_text, chat_T)
         self._generations: list[Generation] = [
             service.backend.submit(
                 GenerationRequest(prompt=prompt_T, sampling=sampling, seed=seed, sample=sample), on_tokens
@@ -190,10 +209,16 @@ class Flight:
                 versions_L=completion.versions_L,
                 stopped=completion.finish == "stop" and not isinstance(completion.stop, str),
             )
-            message = self._service.conversations.message(self._prompt_T, answer, self._tools, stop=completion.stop)
+            message = self._message(answer, completion)
             alone = replace(completion, prompt=completion.prompt[:0].copy())
             choices.append(ChatChoice(message=message, answer=answer, completion=alone))
         return ChatAnswer(choices=tuple(choices), prompt_tokens=len(self._prompt_T))
+
+    def _message(self, answer: SampledAnswer, completion: Completion) -> Message:
+        conversations = self._service.conversations
+        if self._is_chat:
+            return conversations.message(self._prompt_T, answer, self._tools, stop=completion.stop)
+        return {"role": "assistant", "content": conversations.text(answer.tokens_L.tolist(), stop=completion.stop)}
 
     def release(self) -> None:
         """Frees what was only needed until the answer: a session keeps its requests, and their prompts would add up
@@ -227,16 +252,43 @@ class ChatSession:
         """Answers; `collect` of the answer records it. A repeated request waits for the same answer. When the last
         client has left, generation goes on for `grace_s`, so that a client with a short timeout finds its answer when
         it asks again. An answer that nobody collects is discarded and counted."""
-        if self._closed:
-            raise RequestRefusedError(410, "this session is closed.")
-        opened = readable(
+        number = self._opened(
+            call,
+            on_text,
             lambda: self._recorder.open(
                 call.messages, call.tools, content=call.content, idempotency_key=call.idempotency_key, id=call.id
-            )
+            ),
         )
-        number = opened.number
+        return await self._answered(number)
+
+    async def complete(self, call: RawCall, on_text: OnText | None = None) -> tuple[Tokens, ChatAnswer]:
+        """Continues raw text or token ids, recorded like a chat. Returns the exact prompt too."""
+        number = self._opened(
+            call,
+            on_text,
+            lambda: self._recorder.open_raw(
+                call.given, content=call.content, idempotency_key=call.idempotency_key, id=call.id
+            ),
+        )
+        prompt_T = self._recorder.opened(number).prompt.tokens_T
+        return prompt_T, await self._answered(number)
+
+    @property
+    def service(self) -> ModelService:
+        """What answers."""
+        return self._service
+
+    def _opened(
+        self, call: ChatCall | RawCall, on_text: OnText | None, open: Callable[[], OpenedTurn | RepeatedTurn]
+    ) -> int:
+        if self._closed:
+            raise RequestRefusedError(410, "this session is closed.")
+        opened: OpenedTurn | RepeatedTurn = readable(open)
         if isinstance(opened, OpenedTurn):
             self._begin(opened, call, on_text)
+        return opened.number
+
+    async def _answered(self, number: int) -> ChatAnswer:
         running = self._running[number]
         running.waiting += 1
         if running.leaving is not None:
@@ -267,7 +319,7 @@ class ChatSession:
         """Everything that was sampled and collected so far."""
         return self._recorder.record()
 
-    def _begin(self, opened: OpenedTurn, call: ChatCall, on_text: OnText | None) -> None:
+    def _begin(self, opened: OpenedTurn, call: ChatCall | RawCall, on_text: OnText | None) -> None:
         try:
             if opened.number >= self.settings.max_requests:
                 raise RequestRefusedError(429, f"the session has had its {self.settings.max_requests} requests.")
@@ -321,7 +373,7 @@ class ChatSession:
         running.is_settled = True
         self._recorder.abandon(number, sampled_tokens=running.task.result().completion_tokens)
 
-    def _seed(self, prompt_T: Tokens, call: ChatCall) -> int:
+    def _seed(self, prompt_T: Tokens, call: ChatCall | RawCall) -> int:
         """Of the session, and of the client's seed. Without one, of the prompt and how often it was asked, so that it
         does not depend on the order of concurrent requests."""
         digest = hashlib.sha256(prompt_T.tobytes()).digest()

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from podium.data.documents import Tokens
-from podium.gateway.chat import SamplingWish, readable
-from podium.gateway.chat_wire import event, refuse_unsupported, sampling_wish
+from podium.gateway.chat import RawCall, SamplingWish
+from podium.gateway.chat_wire import content_key, event, refuse_unsupported, sampling_wish
 from podium.gateway.conversation import Conversations, as_tokens
+from podium.gateway.raw_prompts import RawPrompt
 from podium.gateway.refusal import RequestRefusedError
 from podium.observe.timing import wall_clock_s
 from podium.rollout.engine import TokenScores
@@ -27,13 +29,39 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompletionCall:
-    """A request for completions. `generates`: with max_tokens 0 only the prompt is scored."""
+    """A request for completions. `generates`: with max_tokens 0 only the prompt is scored. `content`: all that the
+    answer depends on. `id`: of the response, behind `cmpl-`."""
 
-    prompts: tuple[Tokens, ...]
+    prompts: tuple[RawPrompt, ...]
     wish: SamplingWish
     echo: bool
     logprobs: bool
+    token_ids: bool
     generates: bool
+    content: bytes
+    idempotency_key: str | None = None
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+
+    @property
+    def num_choices(self) -> int:
+        """Of each prompt."""
+        return self.wish.n if self.generates else 1
+
+    def raw_calls(self) -> list[RawCall]:
+        """One for each prompt, to be recorded."""
+        calls = []
+        for at, given in enumerate(self.prompts):
+            key = self.idempotency_key
+            calls.append(
+                RawCall(
+                    given=given,
+                    wish=self.wish,
+                    content=hashlib.sha256(b"%d " % at + self.content).digest(),
+                    idempotency_key=key if key is None or not at else f"{key} {at}",
+                    id=self.id,
+                )
+            )
+        return calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,9 +71,11 @@ class CompletedPrompt:
     prompt_T: Tokens
     scores: TokenScores | None
     completion: Completion | None
+    collect: Callable[[], object] = lambda: None
+    """To call when the client gets the answer: a session records it only then."""
 
 
-def completion_call(body: Mapping[str, Any], conversations: Conversations, vocab_size: int) -> CompletionCall:
+def completion_call(body: Mapping[str, Any], vocab_size: int, *, idempotency_key: str | None = None) -> CompletionCall:
     """A request as it came."""
     refuse_unsupported(body, _UNSUPPORTED)
     logprobs = body.get("logprobs")
@@ -56,11 +86,14 @@ def completion_call(body: Mapping[str, Any], conversations: Conversations, vocab
     if not generates and not echo:
         raise RequestRefusedError(400, "max_tokens is 0 and echo is off, so there is no answer.", param="max_tokens")
     return CompletionCall(
-        prompts=tuple(_tokens(each, conversations, vocab_size) for each in _prompts(body.get("prompt"))),
+        prompts=tuple(_given(each, vocab_size) for each in _prompts(body.get("prompt"))),
         wish=sampling_wish({**wanted, "max_tokens": wanted["max_tokens"] or 1}, max_tokens=("max_tokens",)),
         echo=echo,
         logprobs=logprobs is not None and logprobs is not False,
+        token_ids=bool(body.get("return_token_ids")),
         generates=generates,
+        content=content_key({"completion": True, **body}),
+        idempotency_key=idempotency_key,
     )
 
 
@@ -68,19 +101,19 @@ def completion_response(
     call: CompletionCall, done: Sequence[CompletedPrompt], conversations: Conversations, model: str
 ) -> dict[str, Any]:
     """The response of one piece."""
-    prompts = sum(len(prompt) for prompt in call.prompts)
+    prompts = sum(len(each.prompt_T) for each in done[:: call.num_choices])
     sampled = sum(each.completion.num_tokens for each in done if each.completion is not None)
     return {
-        **completion_frame(model),
+        **completion_frame(model, call.id),
         "choices": [_choice(index, each, call, conversations) for index, each in enumerate(done)],
         "usage": {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled},
     }
 
 
-def completion_frame(model: str) -> dict[str, Any]:
+def completion_frame(model: str, id: str) -> dict[str, Any]:
     """What every response and chunk begins with."""
     return {
-        "id": f"cmpl-{secrets.token_hex(12)}",
+        "id": f"cmpl-{id}",
         "object": "text_completion",
         "created": int(wall_clock_s()),
         "model": model,
@@ -91,7 +124,7 @@ class CompletionChunks:
     """The chunks of one streamed completion, as events."""
 
     def __init__(self, call: CompletionCall, conversations: Conversations, model: str) -> None:
-        self._call, self._conversations, self._frame = call, conversations, completion_frame(model)
+        self._call, self._conversations, self._frame = call, conversations, completion_frame(model, call.id)
         self._sent = ""
 
     def more(self, text: str) -> str | None:
@@ -120,7 +153,11 @@ def _choice(index: int, done: CompletedPrompt, call: CompletionCall, conversatio
         text += conversations.text(completion.tokens_L.tolist(), stop=completion.stop)
         finish = "length" if completion.finish == "length" else "stop"
     marks = _logprobs(done, conversations, echo=call.echo) if call.logprobs else None
-    return {"index": index, "text": text, "finish_reason": finish, "logprobs": marks}
+    ids: dict[str, Any] = {}
+    if call.token_ids:
+        sampled = [] if completion is None else completion.tokens_L.tolist()
+        ids = {"prompt_token_ids": done.prompt_T.tolist(), "token_ids": sampled}
+    return {"index": index, "text": text, "finish_reason": finish, "logprobs": marks, **ids}
 
 
 def _logprobs(done: CompletedPrompt, conversations: Conversations, *, echo: bool) -> dict[str, Any]:
@@ -158,10 +195,9 @@ def _prompts(prompt: Any) -> list[Any]:
     return prompts
 
 
-def _tokens(prompt: Any, conversations: Conversations, vocab_size: int) -> Tokens:
+def _given(prompt: Any, vocab_size: int) -> RawPrompt:
     if isinstance(prompt, str):
-        tokens: Tokens = readable(lambda: conversations.text_tokens(prompt))
-        return tokens
+        return prompt
     if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token < vocab_size for token in prompt):
         return as_tokens(prompt)
     raise RequestRefusedError(

@@ -18,6 +18,8 @@ from podium.data.tokenizer import answer_text, special_ids
 from podium.environments.call_markup import harmony_parts
 from podium.environments.chat_format import ToolCall, ToolFormat
 from podium.environments.transcript import Transcript, TurnTokenizer
+from podium.errors import DataError
+from podium.gateway.raw_prompts import RawPrompt, RawTokens
 from podium.gateway.recorder import ConversationPrompt, SampledAnswer
 
 # What begins a call in the text of an answer.
@@ -74,9 +76,27 @@ class Conversations:
             for message in messages
         ]
 
-    def text_tokens(self, text: str) -> Tokens:
-        """Tokens of raw text, with the tokenizer's begin token."""
-        return self._turns.text_prompt(text)
+    def raw_tokens(self, given: RawPrompt) -> Tokens:
+        """Tokens of raw text, with the tokenizer's begin token; token ids as they are."""
+        return self._turns.text_prompt(given) if isinstance(given, str) else given
+
+    def begin_raw(self, given: RawPrompt) -> ConversationPrompt:
+        """The prompt of raw text or token ids."""
+        tokens_T = self.raw_tokens(given)
+        if not len(tokens_T):
+            raise DataError("the prompt has no tokens, so there is nothing that an answer could follow.")
+        return ConversationPrompt(state=RawTokens((tokens_T,)))
+
+    def extend_raw(self, prompt: ConversationPrompt, answer: SampledAnswer, rest: RawPrompt) -> ConversationPrompt:
+        """The prompt behind an answer, also of a chat: its tokens stay, and those of `rest` follow."""
+        state = prompt.state
+        if isinstance(state, Transcript):
+            pieces = tuple(piece.tokens_L for piece in state.pieces)
+        else:
+            assert isinstance(state, RawTokens)
+            pieces = state.pieces
+        more = as_tokens(self._turns.encode_behind(rest)) if isinstance(rest, str) else rest
+        return ConversationPrompt(state=RawTokens((*pieces, answer.tokens_L, more)))
 
     def text(self, tokens: Sequence[int], *, stop: int | str | None = None) -> str:
         """Text of an answer: without special tokens, and without the stop string that ended it."""

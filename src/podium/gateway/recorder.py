@@ -21,6 +21,7 @@ from podium.data.masks import ChatTemplateError, Tools
 from podium.errors import InvariantError
 from podium.gateway.branches import Branch, SessionRecord, branches_of
 from podium.gateway.history import answer_keys, history_keys, likeness
+from podium.gateway.raw_prompts import PrefixIndex, RawPrompt, text_bytes, token_bytes
 from podium.gateway.refusal import RequestRefusedError
 
 # Clients retry a request a few times. An agent that asks until it likes the answer would never end.
@@ -76,6 +77,15 @@ class ConversationTokens(Protocol):
         """The prompt that follows an answer: the same tokens, those of the answer, and those of `messages`. Raises a
         ChatTemplateError if the template cannot continue a conversation."""
 
+    def begin_raw(self, given: RawPrompt) -> ConversationPrompt:
+        """The prompt of raw text or token ids."""
+
+    def extend_raw(self, prompt: ConversationPrompt, answer: SampledAnswer, rest: RawPrompt) -> ConversationPrompt:
+        """The prompt that follows an answer: the same tokens, those of the answer, and those of `rest`."""
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Text of an answer without special tokens."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RecordedTurn:
@@ -96,7 +106,8 @@ class OpenedTurn:
     number: int
     parent: RecordedTurn | None
     prompt: ConversationPrompt
-    key: bytes  # of its history
+    key: bytes | None  # of its history; None: the prompt is no chat
+    text: str | None = None  # of the prompt, if it is raw text
     content: bytes
     idempotency_key: str | None
     num_turns_before: int  # that were recorded when it was opened
@@ -123,9 +134,11 @@ class Recorder:
         self._tokens = tokens
         self._opened: dict[int, OpenedTurn] = {}
         self._by_history: dict[bytes, list[RecordedTurn]] = {}
+        self._by_text: PrefixIndex[RecordedTurn] = PrefixIndex()
+        self._by_tokens: PrefixIndex[RecordedTurn] = PrefixIndex()
         self._by_content: dict[bytes, int] = {}
         self._by_idempotency_key: dict[str, int] = {}
-        self._by_id: dict[str, int] = {}
+        self._by_id: dict[str, list[int]] = {}
         self._roots: list[RecordedTurn] = []
         self._last_turns_from = 0
         self._turns = self._requests = self._sampled = self._discarded = self._repeats = self._rerendered = 0
@@ -137,27 +150,46 @@ class Recorder:
         """Takes a request. `content`: everything that the answer depends on, also sampling; equal contents are the same
         request until something follows its answer. An idempotency key says that explicitly, for good. `id`: of the
         response; a repeated request has several."""
-        repeated = self._repeated(content, idempotency_key)
+        repeated = self._repeated_turn(content, idempotency_key, id)
         if repeated is not None:
-            self._note_repeat(self._opened[repeated])
-            self._by_id[id] = repeated
-            return RepeatedTurn(number=repeated)
+            return repeated
         keys = history_keys(messages, tools)
         parent, prompt = self._continued(messages, keys)
         if prompt is None:
             prompt = self._tokens.begin(messages, tools)
+        return self._new(parent, prompt, content, idempotency_key, id, key=keys[-1])
+
+    def open_raw(
+        self, given: RawPrompt, *, content: bytes, idempotency_key: str | None = None, id: str = ""
+    ) -> OpenedTurn | RepeatedTurn:
+        """Takes a request to continue raw text or token ids. Token ids that extend a recorded sequence, and text that
+        extends that of a recorded prompt and its answer, continue the exact tokens. Anything else begins anew."""
+        repeated = self._repeated_turn(content, idempotency_key, id)
+        if repeated is not None:
+            return repeated
+        parent, prompt = self._continued_raw(given)
+        if prompt is None:
+            prompt = self._tokens.begin_raw(given)
+        text = given if isinstance(given, str) else None
+        return self._new(parent, prompt, content, idempotency_key, id, text=text)
+
+    def _new(
+        self, parent: RecordedTurn | None, prompt: ConversationPrompt, content: bytes, idempotency_key: str | None,
+        id: str, *, key: bytes | None = None, text: str | None = None,
+    ) -> OpenedTurn:  # fmt: skip
         opened = OpenedTurn(
             number=self._requests,
             parent=parent,
             prompt=prompt,
-            key=keys[-1],
+            key=key,
+            text=text,
             content=content,
             idempotency_key=idempotency_key,
             num_turns_before=self._turns,
         )
         self._requests += 1
         self._opened[opened.number] = opened
-        self._by_id[id] = opened.number
+        self._by_id.setdefault(id, []).append(opened.number)
         self._by_content[content] = opened.number
         if idempotency_key is not None:
             self._by_idempotency_key[idempotency_key] = opened.number
@@ -173,8 +205,12 @@ class Recorder:
                 number=self._turns, parent=opened.parent, prompt=opened.prompt, answer=sampled, message=message
             )
             (self._roots if turn.parent is None else turn.parent.children).append(turn)
-            for key in answer_keys(opened.key, message):
+            for key in answer_keys(opened.key, message) if opened.key is not None else ():
                 self._by_history.setdefault(key, []).append(turn)
+            if opened.text is not None:  # also what a stop string has cut off, which clients may write again
+                text = opened.text + self._tokens.text(sampled.tokens_L.tolist())
+                self._by_text.add(text_bytes(text), turn)
+            self._by_tokens.add(token_bytes(opened.prompt.tokens_T) + token_bytes(sampled.tokens_L), turn)
             self._turns += 1
             self._sampled += len(sampled.tokens_L)
             opened.turns += (turn,)
@@ -217,8 +253,38 @@ class Recorder:
             repeated_requests=self._repeats,
             rerendered_requests=self._rerendered,
             answered=tuple(answered.values()),
-            turns_by_id={id: answered[number] for id, number in self._by_id.items() if number in answered},
+            turns_by_id={
+                id: tuple(turn for number in numbers for turn in answered.get(number, ()))
+                for id, numbers in self._by_id.items()
+                if any(number in answered for number in numbers)
+            },
         ).counted()
+
+    def _repeated_turn(self, content: bytes, idempotency_key: str | None, id: str) -> RepeatedTurn | None:
+        number = self._repeated(content, idempotency_key)
+        if number is None:
+            return None
+        self._note_repeat(self._opened[number])
+        self._by_id.setdefault(id, []).append(number)
+        return RepeatedTurn(number=number)
+
+    def _continued_raw(self, given: RawPrompt) -> tuple[RecordedTurn | None, ConversationPrompt | None]:
+        """The turn whose prompt and answer are the longest beginning of what is given, and the prompt behind it."""
+        rest: RawPrompt
+        if isinstance(given, str):
+            data = text_bytes(given)
+            found = self._by_text.longest(data)
+            rest = "" if found is None else data[found[1] :].decode("utf-8", "surrogatepass")
+        else:
+            data = token_bytes(given)
+            found = self._by_tokens.longest(data)
+            rest = given[:0] if found is None else given[found[1] // np.dtype(np.int32).itemsize :]
+        if found is None:
+            return None, None
+        turn = found[0]
+        prompt = self._tokens.extend_raw(turn.prompt, turn.answer, rest)
+        _require_continued(turn, prompt)
+        return turn, prompt
 
     def _note_repeat(self, opened: OpenedTurn) -> None:
         """Counts it. Refuses an agent that waits for another answer to the same request."""
@@ -268,7 +334,7 @@ class Recorder:
 
 def _require_continued(turn: RecordedTurn, prompt: ConversationPrompt) -> None:
     before, tokens_T = np.concatenate([turn.prompt.tokens_T, turn.answer.tokens_L]), prompt.tokens_T
-    if len(tokens_T) <= len(before) or not np.array_equal(tokens_T[: len(before)], before):
+    if len(tokens_T) < len(before) or not np.array_equal(tokens_T[: len(before)], before):
         raise InvariantError(
             f"the prompt behind turn {turn.number} does not begin with its {len(before)} recorded tokens."
         )

@@ -24,15 +24,21 @@ from podium.gateway.anthropic_wire import (
 from podium.gateway.branches import SessionRecord
 from podium.gateway.chat import ChatAnswer, ChatCall, ChatSession, ModelService, SessionSettings, readable
 from podium.gateway.chat_wire import ChatChunks, chat_call, chat_completion
-from podium.gateway.completing import complete
-from podium.gateway.completions_wire import CompletionChunks, completion_call, completion_response
+from podium.gateway.completing import complete, complete_in
+from podium.gateway.completions_wire import (
+    CompletedPrompt,
+    CompletionCall,
+    CompletionChunks,
+    completion_call,
+    completion_response,
+)
 from podium.gateway.http import HttpAnswer, HttpRequest
 from podium.gateway.refusal import RequestRefusedError
 from podium.gateway.responses_wire import ResponseWriter, response_call, response_error_event
 from podium.gateway.shown_text import OnText
 from podium.observe.timing import wall_clock_s
 
-T = TypeVar("T")
+C = TypeVar("C", ChatCall, CompletionCall)
 _MOST_SESSIONS = 100_000
 _MOST_RESPONSES = 256
 
@@ -219,20 +225,30 @@ class Gateway:
         return HttpAnswer(content={"input_tokens": len(prompt.tokens_T)})
 
     async def _completions(self, request: HttpRequest, session: ChatSession | None) -> HttpAnswer:
-        if session is not None:
-            raise RequestRefusedError(404, "a session records chats only. Use /v1/chat/completions.", code="not_found")
         body = request.json_object()
-        self._require_model(body.get("model"))
+        if session is None:
+            self._require_model(body.get("model"))
         service = self.service
-        call = completion_call(body, service.conversations, service.backend.capacity.vocab_size)
+        call = completion_call(
+            body, service.backend.capacity.vocab_size, idempotency_key=request.headers.get("idempotency-key")
+        )
+        call = _of_agent(call, request)
+
+        def completed(on_text: OnText | None = None) -> Coroutine[Any, Any, list[CompletedPrompt]]:
+            if session is None:
+                return complete(service, call, on_text)
+            return complete_in(session, call, on_text)
+
         if not body.get("stream"):
-            done = await complete(service, call)
+            done = await completed()
+            for each in done:
+                each.collect()
             return HttpAnswer(content=completion_response(call, done, service.conversations, service.name))
         if len(call.prompts) * call.wish.n != 1:
             raise RequestRefusedError(400, "a stream has one prompt and one choice.", param="stream")
 
-        async def one(on_text: OnText) -> Any:
-            return (await complete(service, call, on_text))[0]
+        async def one(on_text: OnText) -> CompletedPrompt:
+            return (await completed(on_text))[0]
 
         return await streamed(one, CompletionChunks(call, service.conversations, service.name))
 
@@ -307,7 +323,7 @@ async def streamed(begin: Callable[[OnText], Awaitable[Any]], chunks: Chunks) ->
                     yield text
                 await until_news()
             answer = task.result()
-            if isinstance(answer, ChatAnswer):
+            if isinstance(answer, ChatAnswer | CompletedPrompt):
                 answer.collect()
             for each in chunks.last(answer):
                 yield each
@@ -324,7 +340,7 @@ async def streamed(begin: Callable[[OnText], Awaitable[Any]], chunks: Chunks) ->
     return HttpAnswer(events=events())
 
 
-def _of_agent(call: ChatCall, request: HttpRequest) -> ChatCall:
+def _of_agent(call: C, request: HttpRequest) -> C:
     """The call, told apart from the same one with another `X-Session-ID`: several agents of one session may ask the
     same, and neither repeats the other."""
     agent = request.headers.get("x-session-id")

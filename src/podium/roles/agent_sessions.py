@@ -290,7 +290,7 @@ class _SessionBackend:
         return generation
 
     async def score(self, tokens_T: Tokens) -> TokenScores:
-        """Refused: sessions record chats only."""
+        """Refused: only sampled tokens have log-probs here."""
         raise RequestRefusedError(400, "the generators of a run give no log-probs of prompts.", param="echo")
 
     def require_recorded(self, record: SessionRecord) -> None:
