@@ -230,10 +230,14 @@ class Flight:
 class SessionSettings:
     """How a session samples. `sampling`: the distribution and the longest answer; clients choose only fewer tokens and
     further stops. None: as clients ask. `seed`: of all answers; a client's seed changes it and does not replace it.
-    `grace_s`: how long an answer is still sampled after its last client has left, for one that asks again."""
+    `grace_s`: how long an answer is still sampled after its last client has left, for one that asks again. `task`: the
+    messages of the episode's task; asked for the first time, and continued by results of tools only, they have
+    `task_seed`, as in an environment that asks the same."""
 
     sampling: Sampling | None = None
     seed: int = 0
+    task: tuple[Message, ...] | None = None
+    task_seed: int = 0
     grace_s: float = 60.0
     max_requests: int = 10_000
 
@@ -243,7 +247,7 @@ class ChatSession:
 
     def __init__(self, service: ModelService, settings: SessionSettings | None = None) -> None:
         self._service, self.settings = service, settings or SessionSettings()
-        self._recorder = Recorder(service.conversations)
+        self._recorder = Recorder(service.conversations, self.settings.task)
         self._running: dict[int, _Running] = {}
         self._prompts: Counter[bytes] = Counter()
         self._closed = False
@@ -325,7 +329,7 @@ class ChatSession:
                 raise RequestRefusedError(429, f"the session has had its {self.settings.max_requests} requests.")
             prompt_T = opened.prompt.tokens_T
             sampling = self._service.sampling(call.wish, len(prompt_T), self.settings.sampling)
-            flight = Flight(self._service, prompt_T, call, sampling, self._seed(prompt_T, call), on_text)
+            flight = Flight(self._service, prompt_T, call, sampling, self._seed(opened, prompt_T, call), on_text)
         except BaseException:
             self._recorder.abandon(opened.number)
             raise
@@ -373,14 +377,16 @@ class ChatSession:
         running.is_settled = True
         self._recorder.abandon(number, sampled_tokens=running.task.result().completion_tokens)
 
-    def _seed(self, prompt_T: Tokens, call: ChatCall | RawCall) -> int:
+    def _seed(self, opened: OpenedTurn, prompt_T: Tokens, call: ChatCall | RawCall) -> int:
         """Of the session, and of the client's seed. Without one, of the prompt and how often it was asked, so that it
-        does not depend on the order of concurrent requests."""
+        does not depend on the order of concurrent requests; of the task's own prompt, that of its environment."""
         digest = hashlib.sha256(prompt_T.tobytes()).digest()
         if call.wish.seed is not None:
             text = b"%d seed %d " % (self.settings.seed, call.wish.seed)
         else:
             self._prompts[digest] += 1
+            if opened.is_task and self._prompts[digest] == 1:
+                return self.settings.task_seed
             text = b"%d %d " % (self.settings.seed, self._prompts[digest])
         return int.from_bytes(hashlib.sha256(text + digest).digest()[:8], sys.byteorder) >> 2
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
@@ -96,6 +97,7 @@ class RecordedTurn:
     prompt: ConversationPrompt
     answer: SampledAnswer
     message: Message
+    is_task: bool = False  # as of its request; of several choices the first
     children: list[RecordedTurn] = field(default_factory=list)
 
 
@@ -111,6 +113,7 @@ class OpenedTurn:
     content: bytes
     idempotency_key: str | None
     num_turns_before: int  # that were recorded when it was opened
+    is_task: bool = False  # the task's own prompt, or answers to it and results of tools
     repeats: int = 0  # how often it was made again
     turns: tuple[RecordedTurn, ...] = ()
 
@@ -130,8 +133,9 @@ class RepeatedTurn:
 class Recorder:
     """One episode. `open` a request, then `answer` or `abandon` it; `record` gives what was sampled, as branches."""
 
-    def __init__(self, tokens: ConversationTokens) -> None:
-        self._tokens = tokens
+    def __init__(self, tokens: ConversationTokens, task: Sequence[Message] | None = None) -> None:
+        """`task`: the messages that the episode's environment would begin with."""
+        self._tokens, self._task = tokens, task
         self._opened: dict[int, OpenedTurn] = {}
         self._by_history: dict[bytes, list[RecordedTurn]] = {}
         self._by_text: PrefixIndex[RecordedTurn] = PrefixIndex()
@@ -157,7 +161,11 @@ class Recorder:
         parent, prompt = self._continued(messages, keys)
         if prompt is None:
             prompt = self._tokens.begin(messages, tools)
-        return self._new(parent, prompt, content, idempotency_key, id, key=keys[-1])
+        if parent is not None:
+            is_task = parent.is_task and _only_results(messages)
+        else:
+            is_task = self._task is not None and history_keys(self._task, tools)[-1] == keys[-1]
+        return self._new(parent, prompt, content, idempotency_key, id, key=keys[-1], is_task=is_task)
 
     def open_raw(
         self, given: RawPrompt, *, content: bytes, idempotency_key: str | None = None, id: str = ""
@@ -175,7 +183,7 @@ class Recorder:
 
     def _new(
         self, parent: RecordedTurn | None, prompt: ConversationPrompt, content: bytes, idempotency_key: str | None,
-        id: str, *, key: bytes | None = None, text: str | None = None,
+        id: str, *, key: bytes | None = None, text: str | None = None, is_task: bool = False,
     ) -> OpenedTurn:  # fmt: skip
         opened = OpenedTurn(
             number=self._requests,
@@ -186,6 +194,7 @@ class Recorder:
             content=content,
             idempotency_key=idempotency_key,
             num_turns_before=self._turns,
+            is_task=is_task,
         )
         self._requests += 1
         self._opened[opened.number] = opened
@@ -202,7 +211,12 @@ class Recorder:
         self._last_turns_from = max(self._last_turns_from, opened.num_turns_before)
         for sampled, message in answers:
             turn = RecordedTurn(
-                number=self._turns, parent=opened.parent, prompt=opened.prompt, answer=sampled, message=message
+                number=self._turns,
+                parent=opened.parent,
+                prompt=opened.prompt,
+                answer=sampled,
+                message=message,
+                is_task=opened.is_task and not opened.turns,
             )
             (self._roots if turn.parent is None else turn.parent.children).append(turn)
             for key in answer_keys(opened.key, message) if opened.key is not None else ():
@@ -330,6 +344,12 @@ class Recorder:
             _require_continued(turn, prompt)
             return turn, prompt
         return None, None
+
+
+def _only_results(messages: Sequence[Message]) -> bool:
+    """Whether only results of tools stand behind the last answer."""
+    behind = list(takewhile(lambda message: message["role"] != "assistant", reversed(messages)))
+    return all(message["role"] == "tool" for message in behind)
 
 
 def _require_continued(turn: RecordedTurn, prompt: ConversationPrompt) -> None:

@@ -108,7 +108,11 @@ class AgentSessions:
         """Waits for the agent, which has its own deadline, or for the failure of a generator."""
         sampling = self._policy.sampling(self._plan.max_new_tokens, greedy=backend.greedy)
         settings = SessionSettings(
-            sampling=sampling, seed=_session_seed(self._plan.seed, id), max_requests=_REQUESTS_PER_ATTEMPT
+            sampling=sampling,
+            seed=_session_seed(self._plan.seed, id),
+            max_requests=_REQUESTS_PER_ATTEMPT,
+            task=None if task.messages is None else tuple(task.messages),
+            task_seed=self._plan.seed,
         )
         service = _SessionService(MODEL_NAME, self._conversations, backend)
         access = self._gateway.open_session(settings, service)

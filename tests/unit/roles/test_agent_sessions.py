@@ -4,13 +4,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "environments"))  # the tokenizer of bytes
+from scripted import CHATML, byte_tokenizer
 
 from helpers.agents import AGENTS
 from helpers.tiny import tiny_tokenizer
@@ -18,8 +25,18 @@ from podium.data.control_tokens import AS_TEXT, ControlRule
 from podium.data.tasks import Task
 from podium.data.trajectories import TrajectoryId
 from podium.environments.agents import AgentCall, CoroutineAgent
-from podium.environments.episode import Episode, block_of, play_episodes
+from podium.environments.episode import (
+    Episode,
+    EpisodeLimits,
+    TurnAnswer,
+    TurnRequest,
+    block_of,
+    play_episodes,
+    run_episode,
+)
 from podium.environments.protocol import CallFailedError, EpisodeLostError
+from podium.environments.tools import Tool, ToolEnvironment
+from podium.environments.transcript import TurnTokenizer
 from podium.errors import InvariantError
 from podium.recipe import EnvironmentSection
 from podium.roles import agent_sessions
@@ -46,11 +63,21 @@ def text_of(tokens: Any) -> str:
     return str(TOKENIZER.decode(tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)))
 
 
+def numbers_of(request: Request) -> str:
+    """Digits that depend on what an engine's random numbers depend on."""
+    key = (request.seed, request.id.prompt_index, request.id.sample, request.id.branch)
+    return str(zlib.crc32(repr(key).encode()) % 10_000)
+
+
 class Generators:
     """Answers with digits that depend on a request's random numbers. `held`: requests wait for a cancellation."""
 
-    def __init__(self, *, held: bool = False, broken: bool = False, delay_s: float = 0.0) -> None:
+    def __init__(
+        self, *, held: bool = False, broken: bool = False, delay_s: float = 0.0,
+        script: Callable[[Request], str] | None = None,
+    ) -> None:  # fmt: skip
         self.requests: list[Request] = []
+        self.script = script
         self._held, self._broken, self._delay_s = held, broken, delay_s
         self._cancelled: dict[TrajectoryId, asyncio.Event] = {}
 
@@ -72,7 +99,7 @@ class Generators:
             self._cancelled[request.id] = asyncio.Event()
             await self._cancelled[request.id].wait()
             finish = "cancelled"
-        digits = str(request.seed % 10_000)
+        digits = self.script(request) if self.script is not None else numbers_of(request)
         tokens = [*TOKENIZER(digits, add_special_tokens=False)["input_ids"], END][: request.sampling.max_new_tokens]
         if tokens[-1] != END and finish == "stop":
             finish = "length"
@@ -111,10 +138,10 @@ def question(text: str = "what is 1+2?") -> Task:
 def played(
     function: Callable[..., Any], ids: Sequence[TrajectoryId] = (TrajectoryId(4, 1),), *, generators: Any = None,
     plan: SamplingPlan = PLAN, losses: int = 0, needs_reward: bool = False, rule: ControlRule = AS_TEXT,
-    **section: Any,
+    max_length: int = 400, **section: Any,
 ) -> list[Episode]:  # fmt: skip
     settings = AgentSettings(
-        tokenizer=TOKENIZER, max_length=400, needs_reward=needs_reward, rule=rule,
+        tokenizer=TOKENIZER, max_length=max_length, needs_reward=needs_reward, rule=rule,
         section=EnvironmentSection(agent="agents.py:solve", **section),
     )  # fmt: skip
 
@@ -144,8 +171,8 @@ def test_a_conversation_is_one_sequence_of_the_sampled_tokens() -> None:
     assert (episode.finish, episode.error, episode.starts, episode.num_turns) == ("done", None, (), 3)
     assert (episode.turn_rewards, episode.whole_reward, episode.reward) == ((), 1.0, 1.0)
     assert episode.turn_parents == (-1, 0, 1)
-    sampled = [request.seed % 10_000 for request in generators.requests]
-    assert text_of(episode.tokens_T[episode.loss_mask_T]).replace("<|im_end|>", " ").split() == list(map(str, sampled))
+    sampled = [numbers_of(request) for request in generators.requests]
+    assert text_of(episode.tokens_T[episode.loss_mask_T]).replace("<|im_end|>", " ").split() == sampled
     assert (episode.versions_T[episode.loss_mask_T] == 5).all()
     assert (episode.versions_T[~episode.loss_mask_T] == -1).all()
     assert episode.metrics["trained_tokens"] == episode.metrics["sampled_tokens"] == episode.loss_mask_T.sum()
@@ -177,7 +204,7 @@ def test_a_tree_trains_every_sampled_token_once() -> None:
         text = text_of(block.tokens_T[begin:end])
         assert text.startswith("<|im_start|>user"), "every sequence begins with a prompt of its own"
         found.append(text_of(block.tokens_T[begin:end][block.loss_mask_T[begin:end]]).split("<|im_end|>")[:-1])
-    answers = [str(request.seed % 10_000) for request in generators.requests]
+    answers = [numbers_of(request) for request in generators.requests]
     assert sorted(each for sequence in found for each in sequence) == sorted(answers)
     assert sorted(map(len, found)) == [1, 2, 2]  # the turn before the fork is trained in one of its two sequences
     note = note_of([episode])
@@ -204,6 +231,108 @@ def test_an_episode_that_is_lost_with_its_process_is_played_again_with_the_same_
 
     assert text_of(episode.tokens_T) == text_of(one(AGENT.several_turns).tokens_T)
     assert episode.num_turns == 3
+
+
+# --- beside the built-in tools ---
+
+
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: one
+        b: another
+    """
+    return a + b
+
+
+ADD = Tool.of(add)
+
+
+async def adds(task: Task, base_url: str, key: str) -> float:
+    """What ToolEnvironment does, as a client of an API."""
+    messages: list[Any] = [dict(each) for each in task.messages or ()]
+    for _ in range(3):
+        status, answer = await AGENT.ask(base_url, key, messages, tools=[ADD.schema])
+        assert status == 200, answer
+        message = AGENT.said(answer)
+        results = [json.loads(call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+        if not results:
+            break
+        messages += [message, *({"role": "tool", "content": str(add(**each))} for each in results)]
+    return 0.0
+
+
+class Built(Generators):
+    """The same generators, as the policy of built-in environments."""
+
+    async def answer(self, request: TurnRequest) -> TurnAnswer:
+        sampling = self.sampling(request.max_new_tokens, greedy=request.greedy)
+        id = request.id._replace(attempt=request.turn)
+        done = await self.complete(Request(id=id, prompt=request.prompt, sampling=sampling, seed=PLAN.seed))
+        return TurnAnswer(
+            tokens_L=done.tokens_L, logprobs_L=done.logprobs_L, versions_L=done.versions_L, finish=done.finish
+        )
+
+
+def calls_twice(request: Request) -> str:
+    """Two calls, whose arguments depend on the random numbers, and then digits."""
+    asked = text_of(request.prompt).count("<tool_call>") - 1
+    number = int(numbers_of(request))
+    call = json.dumps({"name": "add", "arguments": {"a": number, "b": asked}})
+    return f"I add. <tool_call>{call}</tool_call>" if asked < 2 else str(number)
+
+
+TOOL_TOKENIZER = byte_tokenizer(CHATML)
+
+
+def test_an_agent_samples_what_the_built_in_tools_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "TOKENIZER", TOOL_TOKENIZER)
+    monkeypatch.setitem(globals(), "END", TOOL_TOKENIZER.eos_token_id)
+    plan = SamplingPlan(max_new_tokens=90, temperature=1.0, seed=3)
+    ids = [TrajectoryId(prompt, sample) for prompt in (4, 5) for sample in (0, 1)]
+    over_api = Generators(script=calls_twice)
+    agents = played(adds, ids, generators=over_api, plan=plan, max_length=1000)
+
+    built_in = Built(script=calls_twice)
+    limits = EpisodeLimits(max_turns=3, max_new_tokens=90, max_length=1000, timeout_s=20)
+
+    async def main() -> list[Episode]:
+        turns = TurnTokenizer(TOOL_TOKENIZER)
+        return [
+            await run_episode(ToolEnvironment([ADD]), question(), built_in, turns, id=id, limits=limits) for id in ids
+        ]
+
+    for one_episode, other in zip(agents, asyncio.run(main()), strict=True):
+        assert one_episode.num_turns == other.num_turns == 3
+        assert text_of(one_episode.tokens_T) == text_of(other.tokens_T)
+        assert one_episode.tokens_T.tolist() == other.tokens_T.tolist()
+        assert one_episode.loss_mask_T.tolist() == other.loss_mask_T.tolist()
+    assert len({text_of(each.tokens_T) for each in agents}) == 4
+
+    def keys(requests: Sequence[Request]) -> list[Any]:
+        """All that the engine's tokens depend on."""
+        return sorted((each.id[:3], each.prompt.tolist(), each.seed, repr(each.sampling)) for each in requests)
+
+    assert keys(over_api.requests) == keys(built_in.requests)
+
+
+def test_what_the_built_in_tools_would_not_ask_has_random_numbers_of_its_own() -> None:
+    async def solve(task: Task, base_url: str, key: str) -> float:
+        own: list[Any] = list(task.messages or ())
+        _, first = await AGENT.ask(base_url, key, own)
+        said = AGENT.said(first)
+        for behind in ({"role": "user", "content": "more"}, {"role": "tool", "content": "3"}):
+            await AGENT.ask(base_url, key, [*own, said, behind])
+        await AGENT.ask(base_url, key, own, seed=1)
+        await AGENT.ask(base_url, key, [{"role": "user", "content": "another question"}])
+        return 0.0
+
+    generators = Generators()
+    assert one(solve, generators=generators).error is None
+    is_built_in = [request.seed == PLAN.seed for request in generators.requests]
+    assert is_built_in == [True, False, True, False, False]
+    assert len({request.seed for request in generators.requests}) == 4
 
 
 def test_greedy_episodes_are_sampled_at_temperature_0() -> None:
@@ -249,7 +378,7 @@ def test_rewards_of_turns_find_their_tokens_by_the_ids_of_responses() -> None:
             each for each in generators.requests if each.id.branch == choice and "go on" in text_of(each.prompt)
         )
         end = found[reward][1]
-        answer = f"{wanted.seed % 10_000}<|im_end|>"
+        answer = f"{numbers_of(wanted)}<|im_end|>"
         assert text_of(episode.tokens_T[: end + 1]).endswith(answer)
 
 
@@ -328,7 +457,7 @@ def test_completions_of_text_and_token_ids_are_trained_token_for_token() -> None
     assert episode.metrics["trained_tokens"] == episode.metrics["sampled_tokens"] == episode.loss_mask_T.sum() > 0
     block = block_of([episode])
     texts = [text_of(block.tokens_T[begin:end]) for begin, end in block.sequences(0)]
-    digits = [f"{request.seed % 10_000}<|im_end|>" for request in generators.requests]
+    digits = [f"{numbers_of(request)}<|im_end|>" for request in generators.requests]
     assert sorted(texts) == sorted([
         f"1+2={digits[0]} 3+4={digits[1]} ok{digits[2]}", f"5+6={digits[3]}",
     ])  # fmt: skip

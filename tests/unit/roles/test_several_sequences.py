@@ -14,7 +14,7 @@ from helpers.on_policy import recording_engine, refs_of
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
 from podium.engine.scoring import score, scoring_batches
 from podium.recipe import AlgorithmSection
-from podium.roles.carriers import UpdatePlan, UpdateShard
+from podium.roles.carriers import TurnRewards, UpdatePlan, UpdateShard
 from podium.roles.policy_update import PolicyUpdate
 from podium.roles.token_rows import packed_rows
 
@@ -101,6 +101,39 @@ def test_the_gradient_of_a_tree_is_the_one_by_hand(tiny_folder: Path, reduction:
             logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
             sampled = [at for at, letter in enumerate(letters) if letter == "x"]
             total = total - share * advantage * sum(logprobs[at - 1, tokens[at]] for at in sampled)
+    total.backward()
+    by_hand = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    assert found.keys() == by_hand.keys()
+    for name, gradient in by_hand.items():
+        rows = found[name].reshape(-1, *gradient.shape[1:])[: len(gradient)]  # a vocabulary is padded
+        assert torch.allclose(rows, gradient, atol=1e-6), name
+    assert any(gradient.abs().max() > 1e-4 for gradient in by_hand.values())
+
+
+def test_the_gradient_of_turns_of_a_tree_is_the_one_by_hand(tiny_folder: Path) -> None:
+    """A turn, two answers behind it, and a new conversation, with an advantage for each; the shared turn is trained
+    once, in the first sequence that has it."""
+    tree = [([1, 2, 3, 4, 9, 6, 7], "..xx.xx"), ([1, 2, 3, 4, 9, 8], ".....x"), ([5, 6, 7], ".xx")]
+    engine = recording_engine(tiny_folder)
+    block = block_of([tree])
+    ends, by_turn = [3, 6, 12, 15], [0.5, -2.0, 1.5, 3.0]
+    turns = TurnRewards(
+        row_K=np.zeros(4, np.int64), token_K=np.array(ends), reward_K=np.array(by_turn),
+        parent_K=np.array([-1, 0, 0, -1]),
+    )  # fmt: skip
+    shard = UpdateShard(rows=refs_of(block), batches=((np.arange(1),),), turn_advantages=turns)
+    algorithm = AlgorithmSection.model_validate({"loss": "policy_gradient"})
+    plan = UpdatePlan(step=1, lr=0.0, algorithm=algorithm, temperature=1.0, versions=(0,), max_new_tokens=8)
+
+    PolicyUpdate(engine, max_tokens=99).run(block, shard, plan)
+
+    [found] = engine.recorded
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float32)
+    total = torch.zeros(())
+    for (tokens, _), places in zip(tree, [{2: 0, 3: 0, 5: 1, 6: 1}, {5: 2}, {1: 3, 2: 3}], strict=True):
+        logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        for at, turn in places.items():
+            total = total - by_turn[turn] * logprobs[at - 1, tokens[at]] / 7
     total.backward()
     by_hand = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     assert found.keys() == by_hand.keys()
