@@ -14,11 +14,13 @@ from typing import Any, Literal, TypeVar
 
 from podium.data.control_tokens import AS_TEXT, ControlRule
 from podium.errors import PodiumError, RolloutError
+from podium.following import FollowedRun, Follower
 from podium.gateway.backend import EngineThread
 from podium.gateway.chat import ModelService
 from podium.gateway.conversation import Conversations
 from podium.gateway.http import HttpLimits, HttpServer
 from podium.gateway.server import Gateway
+from podium.gateway.version_gate import VersionGate
 from podium.recipe import ModelSection, PlacementSection, RolloutSection
 from podium.rollout.engine import RolloutEngine
 from podium.ui.access import is_loopback
@@ -45,6 +47,8 @@ class ServingJob:
     shows_key: bool = False  # a new key, which nobody knows yet
     limits: HttpLimits = field(default_factory=HttpLimits)
     rule: ControlRule = AS_TEXT
+    version: str | None = None  # what clients are told of the weights
+    follow: FollowedRun | None = None
 
 
 def serving_key(given: str | None, file: Path | None, host: str) -> str | None:
@@ -92,6 +96,7 @@ def serve_while(
 
     from podium.data.tokenizer import load_tokenizer, stop_tokens
     from podium.engine.mesh import check_devices, join
+    from podium.engine.sharding import compute_dtype
     from podium.rollout.checkpoints import context_of, open_engine, require_engine
 
     transformers.logging.set_verbosity_error()
@@ -101,27 +106,31 @@ def serve_while(
     require_engine(job.rollout)
     # One for the event loop and one for the engine's thread: tokenizers are not thread-safe.
     tokenizer, engines_own = load_tokenizer(job.model), load_tokenizer(job.model)
+    mesh = join(placement, rank=0, world=1, local_rank=0)
     opened = open_engine(
-        job.model, folder, join(placement, rank=0, world=1, local_rank=0), job.rollout, tokenizer=engines_own,
+        job.model, folder, mesh, job.rollout, tokenizer=engines_own,
         max_length=_max_length(job.rollout.max_length, context_of(job.model, folder)), cpu=None,
     )  # fmt: skip
     say(
         f"{opened.words}; up to {opened.engine.capacity.max_running} answers at a time, of "
         f"{opened.engine.capacity.max_length} tokens with their prompts"
     )
-    return asyncio.run(_serve(job, opened.engine, tokenizer, stop_tokens(tokenizer, folder), work))
+    dtype = str(compute_dtype(job.model, mesh.device)).removeprefix("torch.")
+    return asyncio.run(_serve(job, opened.engine, tokenizer, stop_tokens(tokenizer, folder), work, dtype, say))
 
 
 async def _serve(
     job: ServingJob, engine: RolloutEngine, tokenizer: Any, stops: frozenset[int],
-    work: Callable[[ServedModel], Coroutine[Any, Any, T]],
+    work: Callable[[ServedModel], Coroutine[Any, Any, T]], dtype: str, say: Callable[[str], object],
 ) -> T | None:  # fmt: skip
     """Serves until the work has ended, a signal comes or the engine ends."""
     backend = EngineThread(engine)
     server: HttpServer | None = None
+    following: asyncio.Future[None] | None = None
     try:
         conversations = Conversations(tokenizer, rule=job.rule)
         service = ModelService(job.name, conversations, backend, stop_tokens=stops)
+        service.gate = VersionGate(job.version)
         names = None if job.key is not None else frozenset({*_LOCAL_NAMES, job.host.lower()})
         gateway = Gateway(service, key=job.key, host_names=names)
         server = HttpServer(gateway.handle, limits=job.limits, admission=gateway.admit)
@@ -129,6 +138,9 @@ async def _serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         port = await server.listen(job.host, job.port)
+        if job.follow is not None:
+            follower = Follower(job.follow, job.model, dtype, backend, service.gate, say)
+            following = asyncio.ensure_future(follower.follow())
         working = asyncio.ensure_future(work(ServedModel(url=_url(job, port), max_length=engine.capacity.max_length)))
         waits = [working, asyncio.ensure_future(stop.wait()), asyncio.ensure_future(backend.ended.wait())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -142,6 +154,9 @@ async def _serve(
             raise RolloutError(f"the engine has ended: {backend.failure}.")
         return None
     finally:
+        if following is not None:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
         if server is not None:
             await server.close()
         await asyncio.to_thread(backend.close)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import urllib.error
 import urllib.request
@@ -68,6 +69,54 @@ def test_a_model_and_a_run_are_served_until_ctrl_c(workspace: Workspace, what: s
     assert "Traceback" not in output.read_text()
 
 
+@pytest.mark.slow
+def test_a_running_job_is_followed_and_a_broken_checkpoint_is_not_served(workspace: Workspace) -> None:
+    recipe = workspace.recipe(checkpoint={"every": 2, "keep_last": 9}, steps=2)
+    assert workspace.process("train", recipe).code == 0
+    run, output = workspace.path / "runs" / "sums", workspace.path / "server.txt"
+    body = {"model": "tiny", "prompt": "1+2", "max_tokens": 0, "echo": True, "logprobs": 1}
+
+    def newest(url: str) -> str:
+        with urllib.request.urlopen(f"{url}/models", timeout=60) as answer:
+            return str(json.loads(answer.read())["data"][0]["version"])
+
+    with started(["-m", "podium", "serve", "runs/sums", "--port", "0", "--name", "tiny"], output) as process:
+        wait_until(lambda: url_in(output) is not None or process.poll() is not None, "the start of the server")
+        url = url_in(output)
+        assert url is not None, output.read_text()
+        assert newest(url) == "step-2"
+        before = post(f"{url}/completions", body)
+        assert before["system_fingerprint"] == "step-2"
+
+        assert workspace.process("resume", "runs/sums", "--set", "steps=4").code == 0
+        wait_until(lambda: newest(url) == "step-4" or process.poll() is not None, "the newer checkpoint")
+        after = post(f"{url}/completions", body)
+        assert after["system_fingerprint"] == "step-4"
+        assert "step 4 of runs/sums is served from now on" in output.read_text()
+
+        broken = run / "checkpoints" / "step-00000006"
+        shutil.copytree(run / "checkpoints" / "step-00000004", broken.with_name("copied"))
+        largest = max(broken.with_name("copied").rglob("*"), key=lambda file: file.stat().st_size)
+        largest.write_bytes(largest.read_bytes()[:-8])
+        broken.with_name("copied").rename(broken)
+        wait_until(lambda: "step 6 is not served, and step 4 goes on" in output.read_text(), "the word on the damage")
+        assert post(f"{url}/completions", body)["choices"] == after["choices"]
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == 0
+    assert "Traceback" not in output.read_text()
+    shutil.rmtree(broken)
+
+    with started(
+        ["-m", "podium", "serve", "runs/sums", "--port", "0", "--name", "tiny", "--no-follow"], output
+    ) as process:
+        wait_until(lambda: url_in(output) is not None or process.poll() is not None, "the start of the server")
+        url = url_in(output)
+        assert url is not None, output.read_text()
+        again = post(f"{url}/completions", body)
+    assert again["choices"] == after["choices"]  # what a fresh start answers
+    assert before["choices"] != after["choices"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -75,6 +124,8 @@ def test_a_model_and_a_run_are_served_until_ctrl_c(workspace: Workspace, what: s
         (["--api-key", "short"], "8 characters"),
         (["--api-key", "long-enough", "--key-file", "x"], "give one of them"),
         (["--step", "3"], "are of a run"),
+        (["--follow"], "--follow is of a run"),
+        (["--follow", "--step", "3"], "remove --step"),
     ],
 )  # fmt: skip
 def test_mistakes_are_reported_before_the_model_is_loaded(

@@ -16,6 +16,7 @@ import numpy as np
 
 from podium.data.control_tokens import AS_TEXT, ControlRule
 from podium.data.trajectories import TrajectoryId
+from podium.errors import WeightMismatchError
 from podium.gateway.backend import EngineThread
 from podium.gateway.chat import ModelService
 from podium.gateway.conversation import Conversations
@@ -40,6 +41,8 @@ class ScriptedEngine:
         self.cancelled: list[TrajectoryId] = []
         self.closed = False
         self.fails_after: int | None = None
+        self.installed: list[int] = []
+        self.running_at_install: list[int] = []
         self._running: dict[TrajectoryId, tuple[Request, list[int], int]] = {}
         self._done: list[Completion] = []
 
@@ -90,6 +93,12 @@ class ScriptedEngine:
             best_T=np.asarray(tokens_T[1:], np.int32),
             best_logprobs_T=-np.arange(1, count + 1, dtype=np.float32),
         )
+
+    def install(self, version: Any, delivery: Any) -> None:
+        if delivery == "broken":
+            raise WeightMismatchError("the weights are others")
+        self.running_at_install.append(len(self._running))
+        self.installed.append(version)
 
     def close(self) -> None:
         self.closed = True

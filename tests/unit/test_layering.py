@@ -17,7 +17,7 @@ LAYERS = (
     "errors", "disk", "cgroups", "importing", "progress", "stack_dumps", "recipe", "observe", "algorithms", "data",
     "environments", "models", "engine", "weights", "rollout", "gateway", "runs", "cluster", "roles", "controller",
     "spmd", "programs", "planning", "dry_run", "ui", "mesh_checks", "checks", "memory_checks",
-    "pipeline_checks", "python_hints", "python_objects", "recipe_arguments", "generating", "serving",
+    "pipeline_checks", "python_hints", "python_objects", "recipe_arguments", "generating", "following", "serving",
     "lm_evaluating", "execution", "evaluating", "replaying", "drafting", "trying", "api", "commands", "cli",
     "supervising",
 )  # fmt: skip
@@ -44,6 +44,7 @@ TORCH_FREE = (
     "python_objects",
     "recipe_arguments",
     "gateway",
+    "following",
     "serving",
     "lm_evaluating",
     "generating",

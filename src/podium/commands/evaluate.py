@@ -12,7 +12,7 @@ import typer
 from podium import api
 from podium.commands.arguments import Overrides
 from podium.commands.completion import complete_recipe, complete_run
-from podium.commands.serve import folder_and_rule
+from podium.commands.serve import chosen_model
 from podium.lm_evaluating import LmTasks, evaluate_tasks, require_lm_eval
 from podium.recipe import ModelSection, RolloutSection
 from podium.serving import ServingJob
@@ -81,9 +81,11 @@ def _evaluate_tasks(target: str, which: Literal["best"] | int | None, tasks: LmT
     if not tasks.names:
         raise typer.BadParameter("--tasks: name a task of lm-eval")
     require_lm_eval()
-    with folder_and_rule(target, which, None, needs_tokenizer=True) as (folder, rule):
+    with chosen_model(target, which, None, needs_tokenizer=True) as chosen:
         name = re.sub(r"[^\w.-]", "-", Path(target).resolve().name)  # lm-eval splits its arguments at commas
-        job = ServingJob(model=ModelSection(path=str(folder)), name=name, rollout=RolloutSection(), rule=rule)
+        job = ServingJob(
+            model=ModelSection(path=str(chosen.folder)), name=name, rollout=RolloutSection(), rule=chosen.rule
+        )
         evaluate_tasks(job, tasks, typer.echo)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,6 +36,13 @@ def serve(
     step: Annotated[int | None, typer.Option(help="Of a run: checkpoint to serve; default: the newest.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Of a run: the best checkpoint.")] = False,
     stage: Annotated[str | None, typer.Option(help="Of a pipeline: the stage; default: the last.")] = None,
+    follow: Annotated[
+        bool | None,
+        typer.Option(
+            "--follow/--no-follow",
+            help="Of a run: load its newer checkpoints while serving; default: yes, without --step and --best.",
+        ),
+    ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option()] = "auto",
     engine: Annotated[Literal["native", "vllm"], typer.Option()] = "native",
@@ -58,22 +65,30 @@ def serve(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
 ) -> None:
     """Serve a model or a run's newest checkpoint over HTTP, for clients of OpenAI's API."""
+    from podium.following import FollowedRun, version_name
     from podium.gateway.http import HttpLimits
     from podium.serving import ServingJob, serving_key
     from podium.serving import serve as serve_job
 
     if best and step is not None:
         raise typer.BadParameter("give --best or --step, not both")
+    if follow and (best or step is not None):
+        raise typer.BadParameter("--follow serves the newest checkpoint: remove --step and --best")
     key = serving_key(api_key, key_file, host)
     rollout = section_of(
         RolloutSection, engine=engine, memory_gib=memory_gib, max_length=max_length, max_running=max_running
     )
     label = name or Path(model).resolve().name
     which: Literal["best", "last"] | int | None = "best" if best else step
-    with folder_and_rule(model, which, stage, needs_tokenizer=tokenizer is None) as (folder, rule):
+    with chosen_model(model, which, stage, needs_tokenizer=tokenizer is None) as chosen:
+        if follow and chosen.run is None:
+            raise typer.BadParameter(f"--follow is of a run, and {model} is none")
+        rule, followed = chosen.rule, None
+        if chosen.run is not None and chosen.step is not None and which is None and follow is not False:
+            followed = FollowedRun(run=chosen.run, step=chosen.step)
         section = section_of(
             ModelSection,
-            path=str(folder),
+            path=str(chosen.folder),
             tokenizer=tokenizer,
             chat_template=None if chat_template is None else str(chat_template),
             dtype=dtype,
@@ -84,38 +99,47 @@ def serve(
         job = ServingJob(
             model=section, name=label, rollout=rollout, device=device, host=host, port=port, key=key,
             shows_key=api_key is None and key_file is None, limits=HttpLimits(request_s=request_seconds),
-            rule=rule,
+            rule=rule, version=None if chosen.step is None else version_name(chosen.step), follow=followed,
         )  # fmt: skip
         serve_job(job, typer.echo)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenModel:
+    """A folder to serve, and what the run that it comes from says of it."""
+
+    folder: Path
+    rule: ControlRule
+    run: RunFolder | None = None
+    step: int | None = None
+
+
 @contextmanager
-def folder_and_rule(
+def chosen_model(
     model: str, which: Literal["best", "last"] | int | None, stage: str | None, *, needs_tokenizer: bool
-) -> Iterator[tuple[Path, ControlRule]]:
-    """The folder of a model, of a run's checkpoint for the time of the block, and what its recipe says of messages that
-    spell control tokens. `which`: None: the newest, and the model need not be a run."""
+) -> Iterator[ChosenModel]:
+    """The folder of a model, or of a run's checkpoint for the time of the block. `which`: None: the newest, and the
+    model need not be a run."""
     with ExitStack() as stack:
-        path, rule = model, ControlRule()
+        path, rule, run, step = model, ControlRule(), None, None
         if _is_run(Path(model)):
             path = stack.enter_context(tempfile.TemporaryDirectory(prefix="podium-serve-")) + "/model"
-            done = api.export(model, path, which="last" if which is None else which, stage=stage)
-            typer.echo(f"step {done} of {model}")
-            rule = ControlRule.of(_model_section(model, stage))
+            step = api.export(model, path, which="last" if which is None else which, stage=stage)
+            typer.echo(f"step {step} of {model}")
+            run = _run_of(model, stage)
+            rule = ControlRule.of(run.recipe(needs_environment=False).model)
         elif which is not None or stage is not None:
             raise typer.BadParameter(f"--step, --best and --stage are of a run, and {model} is none")
-        yield generating_folder(path, needs_tokenizer=needs_tokenizer), rule
+        folder = generating_folder(path, needs_tokenizer=needs_tokenizer)
+        yield ChosenModel(folder=folder, rule=rule, run=run, step=step)
 
 
-def _model_section(folder: str, stage: str | None) -> ModelSection:
-    """What a run's recipe says of its model; of a pipeline, that of `stage` or of the last one."""
+def _run_of(folder: str, stage: str | None) -> RunFolder:
+    """A run; of a pipeline, that of `stage` or of the last one."""
     if not is_pipeline_folder(folder):
-        run = RunFolder.open(folder)
-    else:
-        pipeline = PipelineFolder.open(folder)
-        run = RunFolder.open(pipeline.run(stage or pipeline.state()["order"][-1]).path)
-    section: ModelSection = run.recipe(needs_environment=False).model
-    return section
+        return RunFolder.open(folder)
+    pipeline = PipelineFolder.open(folder)
+    return RunFolder.open(pipeline.run(stage or pipeline.state()["order"][-1]).path)
 
 
 def _is_run(path: Path) -> bool:

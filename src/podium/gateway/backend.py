@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from podium.data.documents import Tokens
 from podium.data.trajectories import TrajectoryId
@@ -17,6 +17,10 @@ from podium.errors import PodiumError
 from podium.gateway.refusal import RequestRefusedError
 from podium.rollout.engine import Capacity, RolloutEngine, ScoresTokens, ShowsPartialAnswers, TokenScores
 from podium.rollout.requests import Completion, Request, Sampling
+
+if TYPE_CHECKING:
+    from podium.weights.transports import Delivery
+    from podium.weights.versions import WeightVersion
 
 OnTokens = Callable[[Tokens], object]
 """Gets all tokens of an answer so far, now and then, in the thread of the event loop."""
@@ -77,6 +81,7 @@ class EngineThread:
         self._work: deque[Callable[[], object]] = deque()
         self._under_way: dict[TrajectoryId, _UnderWay] = {}
         self._attempts = itertools.count()
+        self._installing: list[asyncio.Future[None]] = []
         self._closing = False
         self._failure: str | None = None
         self.ended = asyncio.Event()  # the engine is closed: `failure` says why
@@ -124,6 +129,26 @@ class EngineThread:
 
         self._post(work)
         return await future
+
+    async def install(self, version: WeightVersion, delivery: Delivery) -> None:
+        """Gives the engine other weights, between two steps. Raises what the engine raises."""
+        self._check()
+        future: asyncio.Future[None] = self._loop.create_future()
+
+        def work() -> None:
+            try:
+                self._engine.install(version, delivery)
+            except Exception as error:
+                self._call(_end, future, None, error)
+            else:
+                self._call(_end, future, None, None)
+
+        self._installing.append(future)
+        self._post(work)
+        try:
+            await future
+        finally:
+            self._installing.remove(future)
 
     def close(self) -> None:
         """Cancels all answers and closes the engine. Blocks until its thread has ended."""
@@ -210,6 +235,8 @@ class EngineThread:
         for each in self._under_way.values():
             _end(each.generation.completion, None, refusal)
         self._under_way.clear()
+        for installing in self._installing:
+            _end(installing, None, refusal)
         self.ended.set()
 
 

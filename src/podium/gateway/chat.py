@@ -24,6 +24,7 @@ from podium.gateway.raw_prompts import RawPrompt
 from podium.gateway.recorder import OpenedTurn, Recorder, RepeatedTurn, SampledAnswer
 from podium.gateway.refusal import RequestRefusedError
 from podium.gateway.shown_text import OnText, ShownText
+from podium.gateway.version_gate import VersionGate
 from podium.rollout.requests import Completion, Sampling
 
 
@@ -87,6 +88,7 @@ class ChatAnswer:
 
     choices: tuple[ChatChoice, ...]
     prompt_tokens: int
+    version: str | None = None  # of the weights that sampled it, where they have a name
     collect: Callable[[], object] = lambda: None
     """To call when the client gets the answer: a session records it only then."""
 
@@ -114,6 +116,7 @@ class ModelService:
     ) -> None:
         """`stop_tokens`: that end every answer."""
         self.name, self.conversations, self.backend = name, conversations, backend
+        self.gate = VersionGate()
         size = backend.capacity.vocab_size
         self._stop_tokens = frozenset(token for token in stop_tokens if token < size)
 
@@ -121,12 +124,14 @@ class ModelService:
         """Answers without a record: the history is rendered as it is. Ends generation if this is cancelled."""
         prompt = readable(lambda: self.conversations.begin(call.messages, call.tools)).tokens_T
         seed = secrets.randbits(62) if call.wish.seed is None else call.wish.seed
-        flight = Flight(self, prompt, call, self.sampling(call.wish, len(prompt)), seed, on_text)
-        try:
-            return flight.answer(await flight.completions())
-        except asyncio.CancelledError:
-            flight.cancel()
-            raise
+        sampling = self.sampling(call.wish, len(prompt))
+        async with self.gate.use() as version:
+            flight = Flight(self, prompt, call, sampling, seed, on_text)
+            try:
+                return replace(flight.answer(await flight.completions()), version=version)
+            except asyncio.CancelledError:
+                flight.cancel()
+                raise
 
     def sampling(self, wish: SamplingWish, prompt_tokens: int, base: Sampling | None = None) -> Sampling:
         """What the engine gets. `base`: of a session, whose distribution clients cannot change."""

@@ -102,7 +102,8 @@ def chat_completion(
                 "logprobs": _logprobs(choice, conversations) if logprobs else None,
             }
         )
-    return {**_frame("chat.completion", model, id), "choices": choices, "usage": usage(answer)}
+    frame = _frame("chat.completion", model, id) | fingerprint(answer.version)
+    return {**frame, "choices": choices, "usage": usage(answer)}
 
 
 def finish_reason(choice: ChatChoice) -> str:
@@ -110,6 +111,11 @@ def finish_reason(choice: ChatChoice) -> str:
     if choice.message.get("tool_calls"):
         return "tool_calls"
     return "length" if choice.completion.finish == "length" else "stop"
+
+
+def fingerprint(version: str | None) -> dict[str, str]:
+    """The field that names the weights, where they have a name."""
+    return {} if version is None else {"system_fingerprint": version}
 
 
 def usage(answer: ChatAnswer) -> dict[str, Any]:
@@ -144,6 +150,7 @@ class ChatChunks:
 
     def last(self, answer: ChatAnswer) -> list[str]:
         """The rest of the answer, how it ended, and the end of the stream."""
+        self._frame |= fingerprint(answer.version)
         events = []
         for index, choice in enumerate(answer.choices):
             said = dict(_said(choice))

@@ -20,6 +20,13 @@ from podium.rollout.requests import Completion
 
 async def complete(service: ModelService, call: CompletionCall, on_text: OnText | None = None) -> list[CompletedPrompt]:
     """All choices of all prompts, in order. `on_text`: for one prompt and one choice, without the echoed prompt."""
+    async with service.gate.use() as version:
+        return await _complete(service, call, on_text, version)
+
+
+async def _complete(
+    service: ModelService, call: CompletionCall, on_text: OnText | None, version: str | None
+) -> list[CompletedPrompt]:
     seed = secrets.randbits(62) if call.wish.seed is None else call.wish.seed
     prompts: list[Tokens] = [_prompt_tokens(service, given) for given in call.prompts]
     generations: list[Generation] = []
@@ -47,7 +54,7 @@ async def complete(service: ModelService, call: CompletionCall, on_text: OnText 
     ]
     answers = sampled if call.generates else repeat(None, len(choices))
     return [
-        CompletedPrompt(prompt_T=prompt, scores=scores, completion=completion)
+        CompletedPrompt(prompt_T=prompt, scores=scores, completion=completion, version=version)
         for (prompt, scores), completion in zip(choices, answers, strict=True)
     ]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from podium.data.documents import Tokens
 from podium.gateway.chat import RawCall, SamplingWish
-from podium.gateway.chat_wire import content_key, event, refuse_unsupported, sampling_wish
+from podium.gateway.chat_wire import content_key, event, fingerprint, refuse_unsupported, sampling_wish
 from podium.gateway.conversation import Conversations, as_tokens
 from podium.gateway.raw_prompts import RawPrompt
 from podium.gateway.refusal import RequestRefusedError
@@ -71,6 +71,7 @@ class CompletedPrompt:
     prompt_T: Tokens
     scores: TokenScores | None
     completion: Completion | None
+    version: str | None = None  # of the weights, where they have a name
     collect: Callable[[], object] = lambda: None
     """To call when the client gets the answer: a session records it only then."""
 
@@ -105,6 +106,7 @@ def completion_response(
     sampled = sum(each.completion.num_tokens for each in done if each.completion is not None)
     return {
         **completion_frame(model, call.id),
+        **fingerprint(done[0].version if done else None),
         "choices": [_choice(index, each, call, conversations) for index, each in enumerate(done)],
         "usage": {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled},
     }
@@ -139,6 +141,7 @@ class CompletionChunks:
         choice = _choice(0, done, self._call, self._conversations)
         text = str(choice["text"])
         rest = text[len(self._sent) :] if text.startswith(self._sent) else ""
+        self._frame |= fingerprint(done.version)
         return [self._event({**choice, "text": rest}), "data: [DONE]\n\n"]
 
     def _event(self, choice: Mapping[str, Any]) -> str:

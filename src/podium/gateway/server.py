@@ -135,6 +135,7 @@ class Gateway:
         model = {
             "id": name, "object": "model", "created": self._began, "owned_by": "podium",
             "max_model_len": self.service.backend.capacity.max_length,
+            **({} if self.service.gate.version is None else {"version": self.service.gate.version}),
         }  # fmt: skip
         if path.rstrip("/") == "/v1/models":
             return HttpAnswer(content={"object": "list", "data": [model]})
@@ -178,7 +179,8 @@ class Gateway:
         if not body.get("stream"):
             answer = await self._answer(call, session)
             answer.collect()
-            return HttpAnswer(content=anthropic_message(answer, self.service.name, id=call.id))
+            content = anthropic_message(answer, self.service.name, id=call.id)
+            return HttpAnswer(content=content, headers=_versioned(answer))
         writer = MessageEvents(self.service.name, id=call.id)
         events = await streamed(lambda on_text: self._answer(call, session, on_text), writer)
         return replace(events, error_event=anthropic_error_event)
@@ -214,7 +216,7 @@ class Gateway:
             return replace(await streamed(answered, writer), error_event=response_error_event)
         answer = await answered()
         answer.collect()
-        return HttpAnswer(content=writer.response(answer))
+        return HttpAnswer(content=writer.response(answer), headers=_versioned(answer))
 
     def _count_tokens(self, request: HttpRequest, session: ChatSession | None) -> HttpAnswer:
         body = request.json_object()
@@ -345,6 +347,11 @@ def _of_agent(call: C, request: HttpRequest) -> C:
     same, and neither repeats the other."""
     agent = request.headers.get("x-session-id")
     return call if not agent else replace(call, content=sha256(call.content + agent.encode()).digest())
+
+
+def _versioned(answer: ChatAnswer) -> dict[str, str]:
+    """The header that names the weights, where the form of the answer has no field for them."""
+    return {} if answer.version is None else {"X-Podium-Version": answer.version}
 
 
 def _given_key(request: HttpRequest) -> str:
