@@ -71,7 +71,7 @@ def test_a_model_and_a_run_are_served_until_ctrl_c(workspace: Workspace, what: s
 
 @pytest.mark.slow
 def test_a_running_job_is_followed_and_a_broken_checkpoint_is_not_served(workspace: Workspace) -> None:
-    recipe = workspace.recipe(checkpoint={"every": 2, "keep_last": 9}, steps=2)
+    recipe = workspace.recipe(checkpoint={"every": 2, "keep": 9}, steps=2)
     assert workspace.process("train", recipe).code == 0
     run, output = workspace.path / "runs" / "sums", workspace.path / "server.txt"
     body = {"model": "tiny", "prompt": "1+2", "max_tokens": 0, "echo": True, "logprobs": 1}
