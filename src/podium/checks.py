@@ -146,12 +146,14 @@ def _looks(recipe: Recipe, per_machine: int | None) -> Iterator[Callable[[], Non
         preference = recipe.preference
         yield lambda: _check_reference(preference)
     for model_beside in _other_models(recipe):
-        yield partial(check_model_folder, model_beside.path, model_beside.key, weights=True, tokenizer=False)
-        if model_beside.gives_logprobs:
+        yield partial(
+            check_model_folder, model_beside.path, model_beside.key, weights=True, tokenizer=model_beside.judges
+        )
+        if model_beside.gives_logprobs or model_beside.judges:
             yield partial(check_speaks, model_beside.path, model_beside.key)
     if not isinstance(recipe, RewardModelRecipe):
         yield lambda: check_speaks(model.path, "model.path")
-    models = {"model.path": model.path, **{each.key: each.path for each in _other_models(recipe)}}
+    models = {"model.path": model.path, **{each.key: each.path for each in _other_models(recipe) if not each.judges}}
     yield lambda: check_mesh(recipe, models)
     if per_machine is not None:
         yield lambda: check_machines(recipe, models, per_machine)
@@ -299,6 +301,7 @@ class _OtherModel:
     key: str
     path: str
     gives_logprobs: bool = False  # of the policy's tokens: a language model that shares the tokenizer
+    judges: bool = False  # it generates with a tokenizer of its own, whole on each device
 
 
 def _other_models(recipe: Recipe) -> Iterator[_OtherModel]:
@@ -319,6 +322,9 @@ def _other_models(recipe: Recipe) -> Iterator[_OtherModel]:
 def _on_policy_models(recipe: OnPolicyRecipe) -> Iterator[_OtherModel]:
     for index, path in recipe.reward_models.items():
         yield _OtherModel(key=f"reward.{index}.model", path=path)
+    for index, judge in recipe.local_judges.items():
+        if judge.folder is not None:
+            yield _OtherModel(key=f"reward.{index}.judge.model", path=judge.folder, judges=True)
     critic, kl = recipe.critic_section, recipe.full_algorithm.kl
     if critic is not None and critic.path is not None:
         yield _OtherModel(key="critic.path", path=critic.path)
@@ -349,6 +355,12 @@ def deep_report(recipe: Recipe, *, all_rows: bool = False, progress: TextIO | No
     for other in _other_models(recipe):
         if other.gives_logprobs:
             require_same_tokens(tokenizer, load_tokenizer(ModelSection(path=other.path)), other.key)
+        if other.judges:
+            from podium.roles.judge_model import require_template
+
+            require_template(
+                load_tokenizer(ModelSection(path=other.path)), other.key.removesuffix(".model"), other.path
+            )
     if isinstance(recipe, OnPolicyRecipe) and recipe.data.heldout:
         from podium.roles.grader import require_scorable_heldout
 

@@ -50,5 +50,5 @@ def _with_stand_in(recipe: OnPolicyRecipe, scratch: Path) -> OnPolicyRecipe:
     from podium.models.stand_in import make_stand_in
 
     model = make_stand_in(recipe.model, scratch, max_length=recipe.data.max_length or _MAX_LENGTH)
-    rewards = tuple(reward for index, reward in enumerate(recipe.reward) if index not in recipe.reward_models)
+    rewards = tuple(reward for index, reward in enumerate(recipe.reward) if index not in recipe.device_rewards)
     return recipe.model_copy(update={"model": model, "reward": rewards})

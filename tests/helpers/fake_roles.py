@@ -28,7 +28,15 @@ from podium.data.tasks import IndexedTask
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, ValueColumns
 from podium.engine.checkpoint_files import SaveFailure, SaveState
 from podium.roles.blocks import empty_block
-from podium.roles.carriers import DistanceNote, EpisodeNote, GraderFacts, Residency, SamplingPlan, UpdatePlan
+from podium.roles.carriers import (
+    DistanceNote,
+    EpisodeNote,
+    GraderFacts,
+    Residency,
+    SamplingPlan,
+    ScoreNote,
+    UpdatePlan,
+)
 from podium.roles.grading_handle import Rewarded
 from podium.roles.interfaces import GeneratorUsage, LearnerFacts
 from podium.roles.mini_batches import joined_distance
@@ -337,9 +345,9 @@ class FakeGrader:
 class FakeRewardModel(_Placed):
     """Likes long episodes."""
 
-    async def score(self, rollouts: Rollouts) -> np.ndarray:
+    async def score(self, rollouts: Rollouts) -> ScoreNote:
         self._works("score", len(rollouts))
-        return rollouts.note.sampled_N.astype(np.float64)
+        return ScoreNote(values_N=rollouts.note.sampled_N.astype(np.float64))
 
 
 class FakeScorer(_Placed):

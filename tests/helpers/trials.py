@@ -194,7 +194,7 @@ class Trial:
 
 def _roles(recipe: Any, bandit: Bandit) -> Roles:
     names, policy = role_names(recipe), FakeLearner(bandit)
-    functions = tuple(index for index in range(len(recipe.reward)) if index not in recipe.reward_models)
+    functions = tuple(index for index in range(len(recipe.reward)) if index not in recipe.device_rewards)
     fakes: dict[str, Any] = {
         "policy": policy,
         "generator": FakeGenerator(bandit),

@@ -217,7 +217,7 @@ async def _roles(
     replacements: WorkerReplacements,
 ) -> Roles:  # fmt: skip
     policy = await LearnerHandle.open(workers.role(POLICY, Learner))
-    functions = tuple(index for index in range(len(recipe.reward)) if index not in recipe.reward_models)
+    functions = tuple(index for index in range(len(recipe.reward)) if index not in recipe.device_rewards)
     grader = GraderHandle(
         workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s, warn=warn,
         replacements=replacements, judging_s=recipe.judging_s,
@@ -238,7 +238,8 @@ async def _roles(
         runner=runner,
         grader=grader,
         reward_models=tuple(
-            (index, RewardModelHandle(workers.role(name, RewardModel))) for index, name in names.reward_models
+            (index, RewardModelHandle(workers.role(name, RewardModel), by_group=index in recipe.local_judges))
+            for index, name in names.reward_models
         ),
         critic=CriticHandle(workers.role(names.critic, Critic), policy) if names.critic is not None else None,
         reference=ScorerHandle(workers.role(names.reference, Scorer)) if names.reference is not None else None,

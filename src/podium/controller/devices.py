@@ -30,6 +30,7 @@ class Devices:
         self._held: dict[str, Residency] = dict.fromkeys(parts.names.on_devices, "resident")
         self._published: tuple[int, tuple[WorkerId, ...]] | None = None  # version, and who has it
         self._is_evaluating = False
+        self._grading = (GENERATOR,) if parts.recipe.policy_judges else ()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -60,7 +61,8 @@ class Devices:
     async def enter(self, phase: Phase, *, awake: tuple[str, ...] = (), timed: bool = True) -> None:
         """Moves roles on and off the devices for this phase. Offloading comes first, to free memory. Roles in `awake`
         return to the device with their next call."""
-        wanted = residency(phase, self._parts.names.on_devices, self._parts.leaving)
+        names = self._parts.names.on_devices
+        wanted = residency(phase, names, self._parts.leaving, grading=self._grading)
         if wanted[GENERATOR] == "offloaded" and self._parts.roles.policy.num_ranks > 1:
             self._published = None  # its copy of sharded weights is freed too, and is empty after waking
         changes = [

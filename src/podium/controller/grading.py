@@ -16,14 +16,14 @@ from podium.environments.grading import overlong_penalty
 from podium.environments.rewards import reward_names
 from podium.errors import RewardError, RolloutError
 from podium.recipe import GradingSection, OnPolicyRecipe
-from podium.roles.carriers import UNANSWERED, Floats
+from podium.roles.carriers import UNANSWERED, Floats, ScoreNote
 from podium.roles.grader import Purpose
 from podium.roles.grading_handle import GraderHandle, Rewarded
 from podium.roles.stages import GradedRollouts, Rollouts
 
 _GO_ON = "Correct the reward or the key."
-ModelScores = Mapping[int, Floats]
-"""Scores of reward models, by their positions among the recipe's rewards."""
+ModelScores = Mapping[int, ScoreNote]
+"""Scores of models in the run, by their positions among the recipe's rewards."""
 
 
 async def grade_rollouts(
@@ -47,10 +47,10 @@ def sum_rewards(
     for at, index in enumerate(rewarded.rewards):
         values_NR[:, index] = rewarded.values_NR[:, at]
     errors = {**rewarded.errors, **rollouts.note.errors}
-    for index, scores_N in scores.items():
-        values_NR[:, index] = scores_N
-        for row in np.flatnonzero(~np.isfinite(values_NR[:, index])).tolist():
-            errors.setdefault(row, f"reward model {recipe.reward_models[index]} gave {values_NR[row, index]}")
+    for index, scored in scores.items():
+        values_NR[:, index] = scored.values_N
+        for row, error in _score_errors(scored, index, recipe).items():
+            errors.setdefault(row, error)
     weights = np.array([reward.weight for reward in recipe.reward])
     shaping_N = shaping(rollouts, recipe)
     total_N = np.nan_to_num(values_NR) @ weights + np.nan_to_num(rollouts.note.environment_N) + shaping_N
@@ -63,10 +63,34 @@ def sum_rewards(
         num_failed=len(errors),
         num_dropped=0,
         first_error=errors[min(errors)] if errors else None,
-        extras={name: _sum_and_count(values_N) for name, values_N in rewarded.extras.items()},
+        extras={
+            name: _sum_and_count(values_N)
+            for name, values_N in {**rewarded.extras, **_score_extras(scores, recipe)}.items()
+        },
         failed=frozenset(rollouts.rows.ids[row] for row in errors),
     )
     return everything, errors
+
+
+def _score_errors(scored: ScoreNote, index: int, recipe: OnPolicyRecipe) -> dict[int, str]:
+    """By row why a model in the run gave no score; a judge without weight is only logged."""
+    if index in recipe.reward_models:
+        values_N = scored.values_N
+        model = recipe.reward_models[index]
+        return {
+            row: f"reward model {model} gave {values_N[row]}" for row in np.flatnonzero(~np.isfinite(values_N)).tolist()
+        }
+    reward = recipe.reward[index]
+    return {row: f"{reward.metric_name} {error}" for row, error in scored.errors.items() if reward.weight != 0}
+
+
+def _score_extras(scores: ModelScores, recipe: OnPolicyRecipe) -> dict[str, Floats]:
+    """Further numbers of models in the run, named as those of reward functions are."""
+    return {
+        f"{recipe.reward[index].metric_name}/{name}": values_N
+        for index, scored in scores.items()
+        for name, values_N in scored.extras.items()
+    }
 
 
 def _sum_and_count(values_N: Floats) -> tuple[float, float]:
@@ -159,6 +183,7 @@ async def heldout_scores(rollouts: Rollouts, recipe: OnPolicyRecipe, roles: Role
     purpose: Purpose = "train" if generation is None or generation.score is None else "evaluation"
     grades = await roles.grader.grade(rollouts, purpose, show=show)
     errors = {**grades.errors, **rollouts.note.errors}
+    model_notes: ModelScores = {}
     solving_N: Floats | None = None  # values that say which answers are solved, if not the scores
     if purpose == "evaluation":
         scores_N = grades.values_NR[:, 0]
@@ -168,12 +193,13 @@ async def heldout_scores(rollouts: Rollouts, recipe: OnPolicyRecipe, roles: Role
             solving_N = grades.values_NR[:, grades.rewards.index(solving)]
         weights = np.array([recipe.reward[index].weight for index in grades.rewards])
         scores_N = np.nan_to_num(grades.values_NR) @ weights + np.nan_to_num(rollouts.note.environment_N)
-        for index, model in roles.reward_models:
-            model_scores_N = await model.score(rollouts)
-            for row in np.flatnonzero(~np.isfinite(model_scores_N)).tolist():
-                errors.setdefault(row, f"reward model {recipe.reward_models[index]} gave {model_scores_N[row]}")
-            scores_N = scores_N + recipe.reward[index].weight * model_scores_N
-            solving_N = model_scores_N if index == solving else solving_N
+        model_notes = await model_scores(rollouts, roles.reward_models)
+        for index, scored in model_notes.items():
+            for row, error in _score_errors(scored, index, recipe).items():
+                errors.setdefault(row, error)
+            values_N = scored.values_N if index in recipe.reward_models else np.nan_to_num(scored.values_N)
+            scores_N = scores_N + recipe.reward[index].weight * values_N
+            solving_N = scored.values_N if index == solving else solving_N
     without = np.isin(np.arange(len(rollouts)), list(errors))
     scores_N = np.where(without, np.nan, np.nan_to_num(scores_N))
     return HeldoutScores(
@@ -182,5 +208,8 @@ async def heldout_scores(rollouts: Rollouts, recipe: OnPolicyRecipe, roles: Role
         texts=grades.texts,
         num_errors=len(errors),
         first_error=errors[min(errors)] if errors else None,
-        extras={name: _sum_and_count(values_N) for name, values_N in grades.extras.items()},
+        extras={
+            name: _sum_and_count(values_N)
+            for name, values_N in {**grades.extras, **_score_extras(model_notes, recipe)}.items()
+        },
     )

@@ -53,7 +53,7 @@ from podium.controller.state import RunState
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.errors import InvariantError
 from podium.recipe import OnPolicyRecipe
-from podium.roles.carriers import CANCELLED
+from podium.roles.carriers import CANCELLED, ScoreNote
 from podium.roles.episode_stream import Block, most_episodes
 from podium.roles.grading_handle import Rewarded
 from podium.roles.stages import Rollouts
@@ -352,7 +352,7 @@ class GroupFlow:
         for number in unscored:
             group = self._groups[number]
             mine = np.flatnonzero(rollouts.group_N == group.prompt.prompt_index)
-            group.scores = {index: scores_N[mine] for index, scores_N in scores.items()}
+            group.scores = {index: scored.take(mine) for index, scored in scores.items()}
             self._settle(number)
 
     # --- steps ---
@@ -383,7 +383,7 @@ class GroupFlow:
         rewarded = Rewarded.join([group.rewarded() for group in groups])
         models = [index for index, _ in self._parts.roles.reward_models]
         scores: ModelScores = {
-            index: np.concatenate([(group.scores or {})[index] for group in groups]) for index in models
+            index: ScoreNote.join([(group.scores or {})[index] for group in groups]) for index in models
         }
         everything, errors = sum_rewards(rollouts, rewarded, scores, recipe)
         sampled = without_failed(everything, errors, recipe.grading, self._parts.log.console.warning)

@@ -25,6 +25,8 @@ from podium.roles.interfaces import (
     Generator,
     GeneratorPart,
     GeneratorSpec,
+    JudgeModel,
+    JudgeModelSpec,
     Learner,
     LearnerSpec,
     RewardModel,
@@ -63,7 +65,7 @@ class RoleNames:
 
 def role_names(recipe: OnPolicyRecipe, *, evaluates_only: bool = False) -> RoleNames:
     """Names of the roles that a recipe needs. An evaluation only generates and grades."""
-    reward_models = tuple((index, f"reward-{index}") for index in recipe.reward_models)
+    reward_models = tuple((index, f"reward-{index}") for index in recipe.device_rewards)
     if evaluates_only:
         return RoleNames(critic=None, reference=None, teachers=(), reward_models=reward_models)
     return RoleNames(
@@ -130,6 +132,7 @@ def layout_of(
             roles.append(_role(PARTS, GeneratorPart, TRAIN, MeshShape(replica=ranks), generator))
         engines = _role(GENERATOR, Generator, TRAIN, MeshShape(replica=ranks // shared), generator)
         roles.append(replace(engines, slots=tuple(range(0, ranks, shared))))
+    roles += _judges(recipe, names, TRAIN, ranks=ranks, run=folder.path.resolve())
     helper_pools, helper_roles = _helper_roles(recipe, lent=names.lent, run=folder.path.resolve())
     return Layout(pools=(*pools, *helper_pools), roles=(*roles, *helper_roles))
 
@@ -140,9 +143,12 @@ def trial_layout(recipe: OnPolicyRecipe, *, device: str) -> Layout:
     mesh = MeshShape(replica=1)
     roles = [_role(GENERATOR, Generator, ROLLOUT, mesh, _generator(recipe, learner=None))]
     max_tokens = recipe.micro_batch_tokens or MICRO_BATCH[device]
-    for index, name in role_names(recipe).reward_models:
-        scorer = _reward_model(recipe, index, max_tokens)
-        roles.append(_role(name, RewardModel, ROLLOUT, MeshShape(shard=1), scorer))
+    names = role_names(recipe)
+    for index, name in names.reward_models:
+        if index in recipe.reward_models:
+            scorer = _reward_model(recipe, index, max_tokens)
+            roles.append(_role(name, RewardModel, ROLLOUT, MeshShape(shard=1), scorer))
+    roles += _judges(recipe, names, ROLLOUT, ranks=1, run=None)
     helper_pools, helper_roles = _helper_roles(recipe)
     pool = Pool(name=ROLLOUT, slots=1, each=_of_generators(recipe, device), collectives=False)
     return Layout(pools=(pool, *helper_pools), roles=(*roles, *helper_roles))
@@ -255,7 +261,30 @@ def _train_roles(
         )  # fmt: skip
         roles.append(_role(name, Scorer, TRAIN, mesh, spec))
     for index, name in names.reward_models:
-        roles.append(_role(name, RewardModel, TRAIN, mesh, _reward_model(recipe, index, max_tokens)))
+        if index in recipe.reward_models:
+            roles.append(_role(name, RewardModel, TRAIN, mesh, _reward_model(recipe, index, max_tokens)))
+    return roles
+
+
+def _judges(recipe: OnPolicyRecipe, names: RoleNames, pool: str, *, ranks: int, run: Path | None) -> list[RoleSpec]:
+    """Judges in the run, on every device of the pool. They come after the generators, whose engine they may use."""
+    roles = []
+    for index, name in names.reward_models:
+        section = recipe.local_judges.get(index)
+        if section is None:
+            continue
+        key, folder = f"reward.{index}.judge", section.folder
+        own = recipe.model if folder is None else _section(recipe, folder).model_copy(
+            update={"tokenizer": None, "chat_template": None}
+        )  # fmt: skip
+        spec = JudgeModelSpec(
+            section=section, key=key, policy=recipe.model, model=own,
+            folder=local_folder(own.path, "model.path" if folder is None else f"{key}.model"),
+            generator=GENERATOR if section.is_policy else None, seed=recipe.run.seed,
+            tools=recipe.environment is not None and bool(recipe.environment.tools),
+            cache=None if run is None or section.cache != "run_folder" else run / "judge_cache",
+        )  # fmt: skip
+        roles.append(_role(name, JudgeModel, pool, MeshShape(replica=ranks), spec))
     return roles
 
 

@@ -16,7 +16,7 @@ from podium.data.tasks import IndexedTask
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
 from podium.observe.timeline import SlowEpisode
 from podium.recipe import OnPolicyRecipe
-from podium.roles.carriers import Floats
+from podium.roles.carriers import ScoreNote
 from podium.roles.grading_handle import Rewarded
 from podium.roles.stages import GradedRollouts, Rollouts
 
@@ -44,7 +44,7 @@ class OpenGroup:
     episodes: list[Rollouts] = field(default_factory=list)  # one part for each block that had some
     graded: list[GradedPart] = field(default_factory=list)
     begun: dict[int, RowRefs[TrajectoryBlock]] = field(default_factory=dict)  # by sample: tokens of a returned episode
-    scores: dict[int, Floats] | None = None  # of reward models
+    scores: dict[int, ScoreNote] | None = None  # of reward models
     sent_s: dict[int, float] = field(default_factory=dict)  # by sample: when it was sent to a worker
     ended: list[EndedEpisode] = field(default_factory=list)
 

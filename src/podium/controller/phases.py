@@ -31,13 +31,16 @@ _AT_WORK: Mapping[Phase, tuple[str, ...]] = {
 }
 
 
-def residency(phase: Phase, roles: Iterable[str], leaving: Collection[str]) -> dict[str, Residency]:
+def residency(
+    phase: Phase, roles: Iterable[str], leaving: Collection[str], *, grading: Collection[str] = ()
+) -> dict[str, Residency]:
     """Returns what each role holds in a phase. Working roles are active. Other roles stay resident, unless they are in
-    `leaving`: those offload what they can."""
+    `leaving`: those offload what they can. `grading`: further roles that grade."""
     by_role: dict[str, Residency] = {}
     for role in roles:
         idle: Residency = "offloaded" if role in leaving else "resident"
-        by_role[role] = "active" if _works(role, phase) else idle
+        works = _works(role, phase) or (phase == "grade" and role in grading)
+        by_role[role] = "active" if works else idle
     return by_role
 
 

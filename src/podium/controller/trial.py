@@ -171,13 +171,14 @@ async def _grade(
     recipe: OnPolicyRecipe, workers: Workers, replacements: WorkerReplacements, rollouts: Rollouts,
     warn: Callable[[str], None],
 ) -> tuple[GradedRollouts, Mapping[int, str]]:  # fmt: skip
-    functions = tuple(index for index in range(len(recipe.reward)) if index not in recipe.reward_models)
+    functions = tuple(index for index in range(len(recipe.reward)) if index not in recipe.device_rewards)
     grader = GraderHandle(
         workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s, warn=warn,
         replacements=replacements, judging_s=recipe.judging_s,
     )  # fmt: skip
     models = tuple(
-        (index, RewardModelHandle(workers.role(name, RewardModel))) for index, name in role_names(recipe).reward_models
+        (index, RewardModelHandle(workers.role(name, RewardModel), by_group=index in recipe.local_judges))
+        for index, name in role_names(recipe).reward_models
     )
     return await grade_rollouts(rollouts, recipe, grader, models)
 

@@ -71,6 +71,11 @@ class Waiting:
     chance: Callable[[], float] = random.random
 
 
+def request_fields(section: JudgeSection) -> dict[str, Any]:
+    """What every request has beside model and messages."""
+    return {name: value for name, value in {**_DEFAULTS, **section.request}.items() if value is not None}
+
+
 class JudgeEndpoint:
     """Sends requests to one endpoint, within its limits. For one event loop; close it in the end.
 
@@ -86,15 +91,15 @@ class JudgeEndpoint:
         concurrency = max(1, section.concurrency // share)
         self._places = asyncio.Semaphore(concurrency)
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="judge")
+        assert section.base_url is not None, "a judge in the run itself has no endpoint"
+        self.identity = section.base_url
         self._post = _Poster(section.base_url + "/chat/completions", key)
         self.asking: dict[str, asyncio.Lock] = {}
         """A lock for each content that is being judged."""
 
     def body(self, messages: ChatMessages) -> dict[str, Any]:
         """The request's content."""
-        fields = {**_DEFAULTS, **self._section.request}
-        fields = {name: value for name, value in fields.items() if value is not None}
-        return {"model": self._section.model, "messages": messages, **fields}
+        return {"model": self._section.model, "messages": messages, **request_fields(self._section)}
 
     async def ask(self, body: Mapping[str, Any], read: Callable[[str], Any], tally: JudgeTally) -> str:
         """The judge's answer, which `read` accepts: one that it refuses by an error is asked for once more.

@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from podium.environments.judge_cache import JudgeCache, content_key
 from podium.environments.judge_endpoint import JudgeEndpoint, JudgeError, JudgeTally, Waiting
@@ -31,17 +31,39 @@ JUDGED = "judge/"
 """Prefix of the numbers that a judge gives with a reward."""
 
 
+class AskedModel(Protocol):
+    """A model that judges: behind an endpoint, or in the run itself. For one event loop."""
+
+    asking: dict[str, asyncio.Lock]
+    """A lock for each content that is being judged."""
+
+    @property
+    def identity(self) -> str:
+        """What an answer depends on beside the request."""
+
+    def body(self, messages: ChatMessages) -> dict[str, Any]:
+        """The request's content."""
+
+    async def ask(self, body: Mapping[str, Any], read: Callable[[str], Any], tally: JudgeTally) -> str:
+        """The judge's answer. Raises a JudgeError."""
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+
+
 class Judge:
     """Asks a judge, or its cache. Endpoints belong to event loops: each loop that calls has one of its own."""
 
     def __init__(
         self, section: JudgeSection, key: str | None, *, share: int = 1, folder: Path | None = None,
-        waiting: Waiting | None = None,
+        waiting: Waiting | None = None, make: Callable[[], AskedModel] | None = None,
     ) -> None:  # fmt: skip
-        """`share`: the processes among which the limits are divided. `folder`: of the cache on disk."""
+        """`share`: the processes among which the limits are divided. `folder`: of the cache on disk. `make`: gives the
+        model to ask; default: the section's endpoint."""
         self.section = section
-        self._make = partial(JudgeEndpoint, section, key, share=share, waiting=waiting)
-        self._endpoints: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, JudgeEndpoint]
+        self._make: Callable[[], AskedModel]
+        self._make = make or partial(JudgeEndpoint, section, key, share=share, waiting=waiting)
+        self._endpoints: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AskedModel]
         self._endpoints = weakref.WeakKeyDictionary()
         self._cache = None if section.cache == "none" else JudgeCache(folder)
 
@@ -54,7 +76,7 @@ class Judge:
         body = endpoint.body(messages)
         if self._cache is None:
             return read(await endpoint.ask(body, read, tally))
-        key = content_key(self.section.base_url, body)
+        key = content_key(endpoint.identity, body)
         lock = endpoint.asking.setdefault(key, asyncio.Lock())  # the same content is asked once at a time
         try:
             async with lock:
@@ -91,7 +113,7 @@ class ScoreReward:
                 score_messages(section, sample), lambda text: read_score(section, text), tally
             )
         except (JudgeError, UnreadableAnswerError) as error:
-            return RewardResult(None, _failure(error), _numbers(section, tally))
+            return RewardResult(None, _failure(self._judge.section, error), _numbers(section, tally))
         low, high = section.score_range
         return RewardResult((score - low) / (high - low), None, _numbers(section, tally))
 
@@ -110,8 +132,19 @@ class ReferenceReward:
         try:
             comparison = await _compare(self._judge, sample, answer_text(sample), sample.reference, tally)
         except (JudgeError, UnreadableAnswerError) as error:
-            return RewardResult(None, _failure(error), _numbers(self._judge.section, tally))
+            return RewardResult(None, _failure(self._judge.section, error), _numbers(self._judge.section, tally))
         return RewardResult(comparison.points, None, _numbers(self._judge.section, tally, [comparison]))
+
+
+def judge_reward(judge: Judge) -> ScoreReward | ReferenceReward | GroupReward:
+    """What the judge's section says: scores, or comparisons. One of groups is called with all samples of a group."""
+    match judge.section.compare:
+        case "group":
+            return GroupReward(judge)
+        case "reference":
+            return ReferenceReward(judge)
+        case None:
+            return ScoreReward(judge)
 
 
 class GroupReward:
@@ -140,7 +173,7 @@ class GroupReward:
         for (first, second), result, tally in zip(pairs, results, tallies, strict=True):
             costs[first] += tally
             if isinstance(result, JudgeError | UnreadableAnswerError):
-                failures[first] = failures[second] = _failure(result)
+                failures[first] = failures[second] = _failure(section, result)
             elif isinstance(result, BaseException):
                 raise result
             else:
@@ -199,9 +232,9 @@ async def _compare(judge: Judge, sample: Sample, first: str, second: str, tally:
     return Comparison(*results)
 
 
-def _failure(error: Exception) -> str:
+def _failure(section: JudgeSection, error: Exception) -> str:
     if isinstance(error, UnreadableAnswerError):
-        return f"the judge's answer, asked for twice, cannot be read: {error}"
+        return f"the judge's answer{'' if section.is_local else ', asked for twice,'} cannot be read: {error}"
     return str(error)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from podium.environments.judge_endpoint import read_key
-from podium.environments.judges import GroupReward, Judge, ReferenceReward, ScoreReward
+from podium.environments.judges import Judge, judge_reward
 from podium.environments.protocol import is_async
 from podium.environments.reward_results import RewardResult
 from podium.environments.sandbox.pool import recipe_sandbox
@@ -30,7 +30,7 @@ from podium.environments.signatures import (
 )
 from podium.environments.verifiers import bind_verifier, load_verifier
 from podium.errors import RecipeError, what_raised, with_place
-from podium.recipe import FunctionReward, JudgeReward, ModelReward, RewardSection, VerifierReward, plugins
+from podium.recipe import FunctionReward, JudgeReward, RewardSection, VerifierReward, plugins
 from podium.recipe.definitions import definition_of
 
 __all__ = [
@@ -147,14 +147,14 @@ def build_rewards(
     judging: JudgingPlace | None = None,
     timeout_s: float | None = None,
 ) -> tuple[Reward, ...]:
-    """The rewards that are functions, verifiers and judges, with plug-ins loaded, options checked and keys read. Reward
-    models are scored elsewhere: they are left out, and the others keep their index. `timeout_s`: longest time of one
-    call."""
+    """The rewards that are functions, verifiers and judges behind endpoints, with plug-ins loaded, options checked and
+    keys read. Models in the run score elsewhere: they are left out, and the others keep their index.
+    `timeout_s`: longest time of one call."""
     names = reward_names(sections, key)
     return tuple(
         _built(section, index, names[index], f"{key}.{index}", judging or JudgingPlace(), timeout_s)
         for index, section in enumerate(sections)
-        if not isinstance(section, ModelReward)
+        if not section.needs_device
     )
 
 
@@ -231,16 +231,8 @@ def _built_judge(section: JudgeReward, index: int, name: str, key: str, judging:
     on_disk = section.judge.cache == "run_folder"
     folder = judging.folder if on_disk else None
     judge = Judge(section.judge, read_key(section.judge, key), share=judging.processes, folder=folder)
-    function: Callable[..., Any]
-    match section.judge.compare:
-        case "group":
-            function = GroupReward(judge)
-        case "reference":
-            function = ReferenceReward(judge)
-        case None:
-            function = ScoreReward(judge)
     return Reward(
-        index=index, name=name, weight=section.weight, function=function,
+        index=index, name=name, weight=section.weight, function=judge_reward(judge),
         signature=_OF_GROUPS if section.judge.compare == "group" else _OF_SAMPLES, is_async=True, timeout_s=_JUDGING_S,
     )  # fmt: skip
 

@@ -74,8 +74,9 @@ class EngineThread:
     """A backend with a rollout engine. Only its thread uses the engine: new requests, cancellations and scores wait
     until the step under way has ended. Owned by one event loop."""
 
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._engine, self._capacity = engine, engine.capacity
+    def __init__(self, engine: RolloutEngine, *, owns: bool = True) -> None:
+        """`owns`: close the engine in the end."""
+        self._engine, self._capacity, self._owns = engine, engine.capacity, owns
         self._loop = asyncio.get_running_loop()
         self._changed = threading.Condition()
         self._work: deque[Callable[[], object]] = deque()
@@ -181,7 +182,8 @@ class EngineThread:
         except Exception as error:
             self._failure = f"{type(error).__name__}: {error}"
         finally:
-            self._engine.close()
+            if self._owns:
+                self._engine.close()
             self._call(self._fail_all)
 
     def _advance(self) -> None:

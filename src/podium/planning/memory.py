@@ -227,7 +227,8 @@ class _Needs:
             offload_optimizer=recipe.rollout.offload_optimizer,
         )
         away = POLICY in leaving
-        kept = [term for term in state if not (away and term in offloadable)]
+        judges = self._judges()
+        kept = [*(term for term in state if not (away and term in offloadable)), *judges]
         beside = [] if away else [*frozen, *critic]
         size = recipe.placement.generator_tensor
         own = [MemoryTerm(name="weights", num_bytes=self._whole.num_parameters * self._itemsize // size)]
@@ -246,7 +247,7 @@ class _Needs:
             if layout == "elastic":
                 own_terms = self._with_cache(own)
                 phases.append(self._phase("rollout", "generator", own_terms, self._generators(recipe)))
-        update = [*state, *frozen, *critic, *cache_while_learning, *self._update_terms(self._shape)]
+        update = [*state, *frozen, *critic, *judges, *cache_while_learning, *self._update_terms(self._shape)]
         phases.append(self._phase("update", "learner", update, self._workers))
         if not self._cuda and layout != "colocated":  # one machine's memory holds both sides at the same time
             phases = [self._together(phases)]
@@ -374,6 +375,22 @@ class _Needs:
             held = divided(shape, self._tensor).of_rank(self._parts)
             terms.append(MemoryTerm(name=name, num_bytes=held * self._itemsize))
         return terms
+
+    def _judges(self) -> list[MemoryTerm]:
+        """Weights of judges in the run, whole on every device. They stay there; their caches do not."""
+        recipe = self._recipe
+        assert isinstance(recipe, OnPolicyRecipe)
+        return [
+            MemoryTerm(
+                name="judge",
+                num_bytes=shape_of(
+                    recipe.model.for_checkpoint(judge.folder), key=f"reward.{index}.judge.model"
+                ).num_parameters
+                * self._itemsize,
+            )
+            for index, judge in recipe.local_judges.items()
+            if judge.folder is not None
+        ]
 
     def _critic(self) -> list[MemoryTerm]:
         recipe = self._recipe

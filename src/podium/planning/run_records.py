@@ -267,7 +267,7 @@ def _allows(recipe: OnPolicyRecipe, layout: LayoutName) -> bool:
         return True
     if rollout.engine == "vllm":
         return False
-    lends = not (recipe.reward_models or rollout.on_new_weights == "finish" or rollout.offload_optimizer)
+    lends = not (recipe.device_rewards or rollout.on_new_weights == "finish" or rollout.offload_optimizer)
     return layout == "colocated" or lends
 
 

@@ -95,6 +95,11 @@ class RewardSection(Section):
     weight: Real = Field(1.0, description="The total is the weighted sum of all rewards; 0 only logs it.")
 
     @property
+    def needs_device(self) -> bool:
+        """Whether a model on the run's devices gives it, and no grader."""
+        return False
+
+    @property
     def metric_name(self) -> str:
         """The name of the reward in metrics."""
         return self.name or self._default_name
@@ -142,14 +147,24 @@ class ModelReward(RewardSection):
     )
 
     @property
+    def needs_device(self) -> bool:
+        """Always."""
+        return True
+
+    @property
     def _default_name(self) -> str:
         return os.path.basename(self.model.rstrip("/")) or self.model
 
 
 class JudgeReward(RewardSection):
-    """A model that judges by a rubric, behind an OpenAI-compatible endpoint."""
+    """A model that judges by a rubric."""
 
     judge: JudgeSection
+
+    @property
+    def needs_device(self) -> bool:
+        """Whether the run itself has the model."""
+        return self.judge.is_local
 
     @property
     def _default_name(self) -> str:

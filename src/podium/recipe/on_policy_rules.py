@@ -53,6 +53,7 @@ def _solving(recipe: OnPolicyRecipe) -> Iterator[str]:
 
 
 def _judges(recipe: OnPolicyRecipe) -> Iterator[str]:
+    yield from _policy_judges(recipe)
     generation = recipe.evaluation.generation
     scores_heldout = bool(recipe.data.heldout) and (generation is None or generation.score is None)
     for index, reward in enumerate(recipe.reward):
@@ -68,6 +69,25 @@ def _judges(recipe: OnPolicyRecipe) -> Iterator[str]:
             yield (
                 f"{key}.compare: group cannot score held-out answers, of which each prompt has one. Set "
                 "evaluation.generation.score, compare with the reference, or remove data.heldout."
+            )
+
+
+def _policy_judges(recipe: OnPolicyRecipe) -> Iterator[str]:
+    """The generators' engine judges between generation and update, so it must be idle then, and in one process."""
+    placement = recipe.placement
+    for index, judge in recipe.local_judges.items():
+        if not judge.is_policy:
+            continue
+        key = f"reward.{index}.judge.model"
+        if placement.layout != "colocated":
+            yield (
+                f"{key}: the policy can judge only where learners and generators share their devices. With layout "
+                f"{placement.layout} generators do not wait for rewards. Use layout colocated, or a model's folder."
+            )
+        elif placement.colocated_tensor > 1:
+            yield (
+                f"{key}: the policy can judge only where each engine has one device. Remove the generators' tensor "
+                "parallelism, or give the folder of a model."
             )
 
 
@@ -278,8 +298,10 @@ def _placement(recipe: OnPolicyRecipe) -> Iterator[str]:
 
 def _elastic(recipe: OnPolicyRecipe) -> Iterator[str]:
     """What cannot be lent."""
-    if recipe.reward_models:
-        names = ", ".join(f"reward.{index}.model" for index in recipe.reward_models)
+    if recipe.device_rewards:
+        names = ", ".join(
+            f"reward.{index}.{'model' if index in recipe.reward_models else 'judge'}" for index in recipe.device_rewards
+        )
         yield (
             f"placement.layout: with elastic the learner's devices generate until the batch is graded, and {names} "
             "would grade it on those devices. Use layout split, or a reward function."

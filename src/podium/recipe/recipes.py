@@ -28,6 +28,7 @@ from podium.recipe.dense import (
     SigmoidPreference,
 )
 from podium.recipe.fields import Count, Real
+from podium.recipe.judges import JudgeSection
 from podium.recipe.on_policy import (
     CriticSection,
     EnvironmentSection,
@@ -397,6 +398,22 @@ class OnPolicyRecipe(Recipe):
     def reward_models(self) -> dict[int, str]:
         """Position among the rewards -> checkpoint, of those that are reward models."""
         return {index: reward.model for index, reward in enumerate(self.reward) if isinstance(reward, ModelReward)}
+
+    @property
+    def local_judges(self) -> dict[int, JudgeSection]:
+        """Position among the rewards -> judge, of those that the run itself has."""
+        judges = ((index, reward.judge) for index, reward in enumerate(self.reward) if isinstance(reward, JudgeReward))
+        return {index: judge for index, judge in judges if judge.is_local}
+
+    @property
+    def device_rewards(self) -> tuple[int, ...]:
+        """Positions of the rewards that models on the run's devices give: reward models and local judges."""
+        return tuple(index for index, reward in enumerate(self.reward) if reward.needs_device)
+
+    @property
+    def policy_judges(self) -> bool:
+        """Whether the policy itself is a judge."""
+        return any(judge.is_policy for judge in self.local_judges.values())
 
     def judging_s(self, num_episodes: int) -> float:
         """Longest time in which one grader's judges judge so many episodes; judges are asked at the same time."""

@@ -232,6 +232,45 @@ class GradeShard:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class ScoreNote:
+    """What a model in the run says of episodes, in their order: a score, or NaN and maybe a reason."""
+
+    values_N: Floats
+    errors: Mapping[int, str] = field(default_factory=dict)  # by row: why it has no score
+    extras: Mapping[str, Floats] = field(default_factory=dict)  # further numbers of each row; NaN: it has none
+
+    def __len__(self) -> int:
+        return len(self.values_N)
+
+    def take(self, rows: Ints) -> ScoreNote:
+        """The scores of these rows, in this order."""
+        place = {int(row): at for at, row in enumerate(rows)}
+        return ScoreNote(
+            values_N=self.values_N[rows],
+            errors={place[row]: error for row, error in self.errors.items() if row in place},
+            extras={name: values_N[rows] for name, values_N in self.extras.items()},
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[ScoreNote]) -> ScoreNote:
+        """The scores of several batches, one after the other."""
+        firsts = np.cumsum([0, *(len(part) for part in parts)]).tolist()
+        names = sorted({name for part in parts for name in part.extras})
+        return cls(
+            values_N=np.concatenate([np.empty(0), *(part.values_N for part in parts)]),
+            errors={
+                row + first: error
+                for part, first in zip(parts, firsts, strict=False)
+                for row, error in part.errors.items()
+            },
+            extras={
+                name: np.concatenate([part.extras.get(name, np.full(len(part), np.nan)) for part in parts])
+                for name in names
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class GradeNote:
     """Rewards of each row, in the shard's order; NaN where a reward does not apply or failed."""
 

@@ -110,6 +110,11 @@ class GeneratorRank(Generator):
         finally:
             self._admissions.reset()
 
+    @property
+    def engine(self) -> RolloutEngine:
+        """For roles of the same worker, while no stream runs."""
+        return self._engine
+
     def lanes(self) -> int:
         """Number of sequences that the engine generates at the same time."""
         return self._engine.capacity.max_running

@@ -17,7 +17,6 @@ from typing import Literal
 import numpy as np
 
 from podium.cluster import WorkerContext
-from podium.data.kinds import Message
 from podium.data.skipping import RowSkipper, SkipPolicy
 from podium.data.tasks import Task, read_tasks
 from podium.data.tokenizer import load_tokenizer
@@ -30,7 +29,6 @@ from podium.environments.rewards import JudgingPlace, Sample
 from podium.recipe import (
     FunctionReward,
     JudgeReward,
-    ModelReward,
     ModelSection,
     OnPolicyRecipe,
     RewardSection,
@@ -38,6 +36,7 @@ from podium.recipe import (
 )
 from podium.recipe.on_policy import SandboxSection
 from podium.roles.carriers import Floats, GradeNote, GraderFacts, GradeShard
+from podium.roles.samples import sample_of
 from podium.roles.texts import EpisodeText, TextReader
 from podium.runs.folder import RunFolder
 
@@ -57,7 +56,7 @@ class GraderSpec:
     rewards: tuple[RewardSection, ...]
     evaluation: tuple[RewardSection, ...]
     timeout_s: float
-    also_scored: bool  # whether reward models or an environment add to the total
+    also_scored: bool  # whether models on devices or an environment add to the total
     tools: bool  # whether the environment's turns are tool results
     memory_gib: float | None = None
     judging: JudgingPlace = field(default_factory=JudgingPlace)
@@ -72,7 +71,7 @@ class GraderSpec:
             rewards=tuple(_with_absolute_key_file(reward) for reward in recipe.reward),
             evaluation=evaluation_rewards(recipe),
             timeout_s=recipe.grading.timeout_s,
-            also_scored=recipe.environment is not None or bool(recipe.reward_models),
+            also_scored=recipe.environment is not None or bool(recipe.device_rewards),
             tools=recipe.environment is not None and bool(recipe.environment.tools),
             memory_gib=recipe.grading.memory_gib,
             judging=JudgingPlace(processes=recipe.grading.workers, folder=None if run is None else run / "judge_cache"),
@@ -160,49 +159,18 @@ class Grader:
             block = shard.rows.read() if len(shard.rows) else None
             with self._reading:  # tokenizers need not be thread-safe
                 texts = list(self._reader.read(block)) if block is not None else []
-            samples = [self._sample(shard, row, text) for row, text in enumerate(texts)]
+            samples = [sample_of(shard, row, text, tools=self._spec.tools) for row, text in enumerate(texts)]
         with self._context.span("rewards"):
             grades = self._thread.grade(purpose, samples)
         sections = self._spec.rewards if purpose == "train" else self._spec.evaluation
         return GradeNote(
-            values_NR=_values(grades, sum(not isinstance(section, ModelReward) for section in sections)),
+            values_NR=_values(grades, sum(not section.needs_device for section in sections)),
             errors={row: grade.error for row, grade in enumerate(grades) if grade.error is not None},
             extras=_extras(grades),
             texts=tuple(
                 (sample.prompt_text, _said(text)) for sample, text in zip(samples[: shard.show], texts, strict=False)
             ),
             warnings=() if self._output.warning is None else (self._output.warning,),
-        )
-
-    def _turns(self, task: Task, text: EpisodeText) -> list[Message] | None:
-        """The whole conversation if it has several turns."""
-        if len(text.turns) < 2:
-            return None
-        other = "tool" if self._spec.tools else "user"
-        question: list[Message] = [{"role": "user", "content": task.text}] if task.text is not None else []
-        spoken: list[Message] = [
-            {"role": "assistant" if is_policy else other, "content": said} for is_policy, said in text.turns
-        ]
-        return [*(question if task.messages is None else task.messages), *spoken]
-
-    def _sample(self, shard: GradeShard, row: int, text: EpisodeText) -> Sample:
-        id = shard.ids[row]
-        task = shard.tasks[id.prompt_index]
-        environment = float(shard.environment_N[row])
-        return Sample(
-            id=id,
-            group=id.prompt_index,
-            prompt_text=task.prompt_text,
-            messages=task.messages,
-            answer=text.answer,
-            reference=task.reference,
-            row=task.row,
-            source=task.source,
-            num_tokens=text.num_sampled,
-            truncated=bool(shard.truncated_N[row]),
-            tokens=text.tokens,
-            turns=self._turns(task, text),
-            environment_reward=None if np.isnan(environment) else environment,
         )
 
 

@@ -18,7 +18,7 @@ from podium.data.trajectories import Ints
 from podium.environments.grading import MOST_HANGING
 from podium.errors import ClusterError, DeadlineError, WorkerDiedError
 from podium.observe.timeline import EPISODES
-from podium.roles.carriers import Floats, GradeNote, GraderFacts, GradeShard, Residency
+from podium.roles.carriers import Floats, GradeNote, GraderFacts, GradeShard, Residency, ScoreNote
 from podium.roles.grader import Grader, Purpose
 from podium.roles.handles import PHASE_S
 from podium.roles.interfaces import RewardModel
@@ -225,20 +225,24 @@ class _FailedShare:
 class RewardModelHandle:
     """A model that scores episodes."""
 
-    def __init__(self, group: RoleGroup[RewardModel]) -> None:
+    def __init__(self, group: RoleGroup[RewardModel], *, by_group: bool = False) -> None:
+        """`by_group`: groups stay whole, because it may compare within them."""
         group.requires(RewardModel.score, RewardModel.hold)
+        self._by_group = by_group
         self._group = group.within(PHASE_S, work_only=True)
 
-    async def score(self, rollouts: Rollouts) -> Floats:
+    async def score(self, rollouts: Rollouts) -> ScoreNote:
         """One score for each episode."""
-        parts = even_parts(rollouts.rows.lengths_N, self._group.mesh.shape.data_ranks)
+        count = self._group.mesh.shape.data_ranks
+        lengths_N, group_N = rollouts.rows.lengths_N, rollouts.group_N
+        parts = group_parts(group_N, count) if self._by_group else even_parts(lengths_N, count)
         shards = [shard_of(rollouts.take(part)) for part in parts]
         merged = await self._group.call_sharded(RewardModel.score, shards)
-        scores = np.empty(len(rollouts))
-        for result in merged.results:
-            if len(result.ids):
-                scores[rollouts.rows.ids.positions_of(result.ids)] = result.note
-        return scores
+        results = [result for result in merged.results if len(result.ids)]
+        if not results:
+            return ScoreNote(values_N=np.empty(0))
+        rows = np.concatenate([rollouts.rows.ids.positions_of(result.ids) for result in results])
+        return ScoreNote.join([result.note for result in results]).take(np.argsort(rows))
 
     async def hold(self, residency: Residency) -> None:
         """Sets the residency on all ranks."""

@@ -19,6 +19,7 @@ from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, Traject
 from podium.engine.checkpoint_files import SaveState
 from podium.models.cpu_settings import CpuSettings
 from podium.recipe import AlgorithmSection, ModelSection, OnPolicyRecipe, RolloutSection
+from podium.recipe.judges import JudgeSection
 from podium.roles.carriers import (
     GradeShard,
     PromptShard,
@@ -445,11 +446,30 @@ class RewardModel(ABC):
 
     @abstractmethod
     def score(self, shard: GradeShard) -> Computed[TokenColumn]:
-        """Scores episodes; the note has one score for each row."""
+        """Scores episodes; the note is a ScoreNote."""
 
     @abstractmethod
     def hold(self, residency: Residency) -> MemoryChange:
         """Sets the residency. Offloaded: its weights are in host memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeModelSpec:
+    """How a judge in the run is built. `model`, `folder`: its checkpoint; with `generator` those of the policy."""
+
+    section: JudgeSection
+    key: str  # of the recipe, for errors
+    policy: ModelSection
+    model: ModelSection
+    folder: Path
+    generator: str | None  # role on the same device whose engine it uses; None: it has its own
+    seed: int
+    tools: bool = False  # turns between the policy's are tool results, else user messages
+    cache: Path | None = None  # folder of judgements
+
+
+class JudgeModel(RewardModel):
+    """A judge: each rank has the whole model and an engine, and judges whole groups."""
 
 
 IMPLEMENTATIONS: Mapping[type[Any], str] = {
@@ -459,4 +479,5 @@ IMPLEMENTATIONS: Mapping[type[Any], str] = {
     Critic: "podium.roles.critic:CriticRank",
     Scorer: "podium.roles.scorer:ScorerRank",
     RewardModel: "podium.roles.reward_model:RewardModelRank",
+    JudgeModel: "podium.roles.judge_model:JudgeModelRank",
 }

@@ -19,7 +19,7 @@ from podium.engine.sharding import place_scalar
 from podium.errors import ModelError
 from podium.models.packing import round_tokens, to_device
 from podium.progress import mark_progress
-from podium.roles.carriers import Floats, GradeShard, Residency
+from podium.roles.carriers import Floats, GradeShard, Residency, ScoreNote
 from podium.roles.interfaces import RewardModel, RewardModelSpec
 from podium.roles.learner import mesh_on
 from podium.roles.scorer import HeldTensors
@@ -49,14 +49,14 @@ class RewardModelRank(RewardModel):
         self._weights = HeldTensors(self._model.parameters)
 
     def score(self, shard: GradeShard) -> Computed[TokenColumn]:
-        """Scores the shard's episodes; the note has one score per row."""
+        """Scores the shard's episodes."""
         texts = list(self._reader.read(shard.rows.read())) if len(shard.rows) else []
         prompt_indices = shard.ids.array_N4[:, 0].tolist()
         documents = [
             self._document(shard.tasks[prompt_index], text)
             for prompt_index, text in zip(prompt_indices, texts, strict=True)
         ]
-        return Computed(done=shard.ids, note=self._scores(documents))
+        return Computed(done=shard.ids, note=ScoreNote(values_N=self._scores(documents)))
 
     def hold(self, residency: Residency) -> MemoryChange:
         """Moves the weights to host memory, or back."""

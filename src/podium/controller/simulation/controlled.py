@@ -42,7 +42,7 @@ from podium.observe import Console, StepView, Stopwatch
 from podium.recipe import OnPolicyRecipe
 from podium.roles.episode_runner import EpisodeRunner, RunnerSpec
 from podium.roles.grader import Grader
-from podium.roles.interfaces import Critic, Generator, Learner, RewardModel, Scorer
+from podium.roles.interfaces import Critic, Generator, JudgeModel, Learner, RewardModel, Scorer
 from podium.runs.folder import RunFolder
 from podium.runs.result import RunResult
 
@@ -57,6 +57,7 @@ _SIMULATED: Mapping[type[Any], type[Any]] = {
     Critic: SimulatedCritic,
     Scorer: SimulatedScorer,
     RewardModel: SimulatedRewardModel,
+    JudgeModel: SimulatedRewardModel,
     EpisodeRunner: SimulatedRunner,
 }
 

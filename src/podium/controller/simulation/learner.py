@@ -21,7 +21,6 @@ from podium.controller.simulation.scoring import BASE, NO_CHANGE, digest_of, sco
 from podium.data.costs import SequenceCost
 from podium.data.trajectories import TokenColumn, TrajectoryBlock
 from podium.engine.checkpoint_files import SaveState, record_loss
-from podium.recipe import ModelReward
 from podium.roles.carriers import GradeNote, GraderFacts, GradeShard, Residency, UpdatePlan, UpdateShard
 from podium.roles.grader import Grader, GraderSpec, Purpose
 from podium.roles.interfaces import (
@@ -216,7 +215,7 @@ class SimulatedGrader(Grader):
                 await self._costs.work(self._worker, sum(gradings_s))
         rewards_N = np.array([self._costs.reward(id.prompt_index, id.sample) for id in shard.ids])
         sections = self._rewards.rewards if purpose == "train" else self._rewards.evaluation
-        columns = sum(not isinstance(section, ModelReward) for section in sections)
+        columns = sum(not section.needs_device for section in sections)
         return GradeNote(
             values_NR=np.repeat(rewards_N[:, None], columns, axis=1),
             errors={},

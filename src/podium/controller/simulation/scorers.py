@@ -15,7 +15,7 @@ from podium.controller.simulation.learner import SimulatedLearner
 from podium.controller.simulation.scoring import BASE, NO_CHANGE, scored
 from podium.data.trajectories import TokenColumn, TrajectoryBlock
 from podium.engine.checkpoint_files import SaveState
-from podium.roles.carriers import GradeShard, Residency
+from podium.roles.carriers import GradeShard, Residency, ScoreNote
 from podium.roles.interfaces import (
     NoSnapshot,
     RewardModel,
@@ -85,7 +85,7 @@ class SimulatedRewardModel(RewardModel):
         tokens = float(shard.rows.lengths_N.sum())
         await self._costs.work(self._context.worker, self._costs.model.score_token_s * tokens)
         rewards = [self._costs.reward(id.prompt_index, id.sample) for id in shard.ids]
-        return Computed(done=shard.ids, note=np.array(rewards, np.float64))
+        return Computed(done=shard.ids, note=ScoreNote(values_N=np.array(rewards, np.float64)))
 
     def hold(self, residency: Residency) -> MemoryChange:
         """Takes no time."""
