@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -136,3 +137,41 @@ def test_mistakes_are_reported_before_the_model_is_loaded(
     assert outcome.code == 2
     assert words in " ".join((outcome.err + outcome.out).replace("│", " ").split())
     assert "Traceback" not in outcome.err
+
+
+def test_a_port_in_use_is_reported_before_the_model_is_looked_for(workspace: Workspace) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        outcome = workspace.podium("serve", "nowhere", "--port", str(port))
+
+    workspace.refused(outcome, f"no server can listen on 127.0.0.1, port {port}: Address already in use", "--port")
+
+
+def test_an_address_of_another_machine_is_refused(workspace: Workspace) -> None:
+    outcome = workspace.podium("serve", "nowhere", "--host", "192.0.2.1", "--port", "0")
+
+    workspace.refused(outcome, "no server can listen on 192.0.2.1", "--host")
+
+
+def test_a_misspelt_run_is_told_from_those_there_are(workspace: Workspace) -> None:
+    run = workspace.path / "runs" / "sums"
+    run.mkdir(parents=True)
+    (run / "recipe.yaml").write_text("program: sft\n")
+    outcome = workspace.podium("serve", "runs/smus", "--port", "0")
+
+    workspace.refused(outcome, "there is no runs/smus. runs has the runs sums.", left=("sums",))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [(["--include", "nowhere"], "--include: there is no folder"), (["--out", "train.jsonl"], "is a file")],
+)
+def test_folders_of_tasks_are_looked_at_before_the_model(
+    workspace: Workspace, options: list[str], words: str
+) -> None:  # fmt: skip
+    outcome = workspace.podium("evaluate", str(workspace.model), "--tasks", "arc_easy", *options)
+
+    assert outcome.code == 2
+    assert words in " ".join((outcome.err + outcome.out).replace("│", " ").split())

@@ -80,6 +80,10 @@ def evaluate(
 def _evaluate_tasks(target: str, which: Literal["best"] | int | None, tasks: LmTasks) -> None:
     if not tasks.names:
         raise typer.BadParameter("--tasks: name a task of lm-eval")
+    if tasks.include is not None and not tasks.include.is_dir():
+        raise typer.BadParameter(f"--include: there is no folder {tasks.include}")
+    if tasks.output is not None and tasks.output.is_file():
+        raise typer.BadParameter(f"--out: {tasks.output} is a file, and results need a folder")
     require_lm_eval()
     with chosen_model(target, which, None, needs_tokenizer=True) as chosen:
         name = re.sub(r"[^\w.-]", "-", Path(target).resolve().name)  # lm-eval splits its arguments at commas

@@ -14,10 +14,13 @@ import typer
 
 from podium import api
 from podium.data.control_tokens import ControlRule
+from podium.errors import RunFolderError
 from podium.generating import generating_folder, section_of
 from podium.recipe import ModelSection, RolloutSection
-from podium.runs.folder import RunFolder, is_pipeline_folder
+from podium.runs.folder import RunFolder, is_held, is_pipeline_folder
 from podium.runs.pipeline_folder import PipelineFolder
+
+_MOST_NAMES = 8
 
 
 def serve(
@@ -66,7 +69,7 @@ def serve(
 ) -> None:
     """Serve a model or a run's newest checkpoint over HTTP, for clients of OpenAI's API."""
     from podium.following import FollowedRun, version_name
-    from podium.gateway.http import HttpLimits
+    from podium.gateway.http import HttpLimits, require_listenable
     from podium.serving import ServingJob, serving_key
     from podium.serving import serve as serve_job
 
@@ -75,6 +78,7 @@ def serve(
     if follow and (best or step is not None):
         raise typer.BadParameter("--follow serves the newest checkpoint: remove --step and --best")
     key = serving_key(api_key, key_file, host)
+    require_listenable(host, port)
     rollout = section_of(
         RolloutSection, engine=engine, memory_gib=memory_gib, max_length=max_length, max_running=max_running
     )
@@ -122,7 +126,9 @@ def chosen_model(
     model need not be a run."""
     with ExitStack() as stack:
         path, rule, run, step = model, ControlRule(), None, None
+        _require_run_there(Path(model))
         if _is_run(Path(model)):
+            _require_checkpoint(model)
             path = stack.enter_context(tempfile.TemporaryDirectory(prefix="podium-serve-")) + "/model"
             step = api.export(model, path, which="last" if which is None else which, stage=stage)
             typer.echo(f"step {step} of {model}")
@@ -132,6 +138,28 @@ def chosen_model(
             raise typer.BadParameter(f"--step, --best and --stage are of a run, and {model} is none")
         folder = generating_folder(path, needs_tokenizer=needs_tokenizer)
         yield ChosenModel(folder=folder, rule=rule, run=run, step=step)
+
+
+def _require_run_there(path: Path) -> None:
+    """Raises an error that names the runs if a folder is missing where runs are."""
+    if path.exists() or not path.parent.is_dir() or path.parent == Path():
+        return
+    runs = sorted(each.name for each in path.parent.iterdir() if _is_run(each))
+    if runs:
+        more = ", ..." if len(runs) > _MOST_NAMES else ""
+        raise RunFolderError(f"there is no {path}. {path.parent} has the runs {', '.join(runs[:_MOST_NAMES])}{more}.")
+
+
+def _require_checkpoint(folder: str) -> None:
+    """Raises an error that says when there will be a checkpoint, if a run that goes on has none yet."""
+    if is_pipeline_folder(folder):
+        return
+    run = RunFolder.open(folder)
+    if not any(run.checkpoints.glob("step-*")) and is_held(run.path):
+        raise RunFolderError(
+            f"{folder} is running and has no checkpoint yet: it saves one every checkpoint.every steps, and at its "
+            "end. Wait for the first."
+        )
 
 
 def _run_of(folder: str, stage: str | None) -> RunFolder:

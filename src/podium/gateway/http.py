@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import http
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,6 +74,28 @@ class HttpAnswer:
     error_event: Callable[[RequestRefusedError], str] = plain_error_event
 
 
+def require_listenable(host: str, port: int) -> None:
+    """Raises the error of `listen` if a server cannot listen there now, before anything else takes time."""
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as asyncio's servers do
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+                probe.listen(1)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> PodiumError:
+    return PodiumError(
+        f"no server can listen on {host}, port {port}: {error.strerror or error}. Give another port with --port (0 "
+        "takes a free one), or an address of this machine with --host."
+    )
+
+
 Handler = Callable[[HttpRequest], Awaitable[HttpAnswer]]
 Admission = Callable[[HttpRequest], object]
 """Gets a request whose body is not read yet. Raises a RequestRefusedError for one that is not to be read."""
@@ -96,10 +119,7 @@ class HttpServer:
                 self._connected, host, port, limit=self._limits.head_bytes, backlog=1024
             )
         except OSError as error:
-            raise PodiumError(
-                f"no server can listen on {host}, port {port}: {error.strerror or error}. Give another port with "
-                "--port (0 takes a free one), or an address of this machine with --host."
-            ) from error
+            raise _cannot_listen(host, port, error) from error
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
