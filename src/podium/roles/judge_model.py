@@ -37,7 +37,8 @@ from podium.recipe import RolloutSection
 from podium.recipe.judges import JudgeSection
 from podium.roles.carriers import GradeShard, Residency, ScoreNote
 from podium.roles.generator import GeneratorRank
-from podium.roles.interfaces import JudgeModel, JudgeModelSpec
+from podium.roles.interfaces import POLICY, JudgeModel, JudgeModelSpec
+from podium.roles.learner import LearnerRank
 from podium.roles.samples import sample_of
 from podium.roles.texts import TextReader
 from podium.rollout.checkpoints import context_of, open_engine
@@ -107,8 +108,11 @@ class JudgeModelRank(JudgeModel):
         mesh = adopt(rank=0, world=1, device=context.device, devices=None)
         most = min(context_of(spec.model, spec.folder) or _MOST_CONTEXT, section.max_length or _MOST_CONTEXT)
         rollout = RolloutSection(memory_gib=section.memory_gib or _MEMORY_GIB)
+        # CPU settings hold for the whole process, and those of the learner decide about the order of its sums.
+        learner = context.colocated_roles.get(POLICY)
+        cpu = learner.cpu if isinstance(learner, LearnerRank) else None
         return open_engine(
-            spec.model, spec.folder, mesh, rollout, tokenizer=self._tokenizer, max_length=most, cpu=None
+            spec.model, spec.folder, mesh, rollout, tokenizer=self._tokenizer, max_length=most, cpu=cpu
         ).engine
 
     async def _results(self, samples: Sequence[Sample]) -> list[RewardResult]:

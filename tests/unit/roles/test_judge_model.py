@@ -7,13 +7,21 @@ import asyncio
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from scripted import CHATML, byte_tokenizer
 
 from helpers.gateways import ScriptedEngine
+from helpers.tiny import save_tiny_model, tiny_tokenizer
+from podium.cluster import MeshShape, WorkerContext
+from podium.cluster.identity import WorkerId
+from podium.cluster.meshes import RoleMesh
+from podium.cluster.spans import SpanRecorder
 from podium.data.trajectories import TrajectoryId
 from podium.environments.judges import Judge, judge_reward
 from podium.environments.reward_results import RewardResult
@@ -21,9 +29,11 @@ from podium.environments.signatures import Sample
 from podium.gateway.backend import EngineThread
 from podium.gateway.chat import ModelService
 from podium.gateway.conversation import Conversations
+from podium.recipe import ModelSection
 from podium.recipe.judges import JudgeSection
 from podium.roles.carriers import ScoreNote
-from podium.roles.judge_model import LocalModel, judged, note_of
+from podium.roles.interfaces import JudgeModelSpec
+from podium.roles.judge_model import JudgeModelRank, LocalModel, judged, note_of
 
 TOKENIZER = byte_tokenizer(CHATML)
 
@@ -41,6 +51,14 @@ def block(prompt: str, name: str) -> str:
     found = re.search(rf"<<<{name} [0-9a-f]+>>>\n(.*?)\n<<<END", prompt, re.DOTALL)
     assert found is not None, prompt
     return found[1]
+
+
+def context_of_one() -> WorkerContext:
+    return WorkerContext(
+        worker=WorkerId("train", 0, "here", "cpu"), role="reward-0",
+        mesh=RoleMesh(role="reward-0", pool="train", shape=MeshShape(replica=1), slots=(0,)),
+        device="cpu", devices=None, recorder=SpanRecorder(), transfers={}, colocated_roles={}, channels={},
+    )  # fmt: skip
 
 
 def judge_all(
@@ -160,3 +178,39 @@ def test_the_request_says_how_the_model_samples(changes: dict[str, Any]) -> None
     assert sampling.temperature == changes.get("temperature", 0)
     assert sampling.max_new_tokens == changes.get("max_tokens", 1024)
     assert sampling.stop_strings == tuple(changes.get("stop", ()))
+
+
+def test_a_judge_with_its_own_weights_says_what_transformers_generates(tmp_path: Path) -> None:
+    folder = tmp_path / "judge"
+    tokenizer = tiny_tokenizer()
+    save_tiny_model("llama", folder, vocab_size=len(tokenizer), max_position_embeddings=2048, eos_token_id=None)
+    tokenizer.save_pretrained(folder)
+    section = local(request={"max_tokens": 12, "stop": None})
+    samples = [sample("12"), sample("a longer answer", at=1)]
+    rank = JudgeModelRank(
+        context_of_one(),
+        JudgeModelSpec(
+            section=section, key="reward.0.judge", policy=ModelSection(path=str(folder)),
+            model=ModelSection(path=str(folder), dtype="float32"), folder=folder, generator=None, seed=0,
+        ),
+    )  # fmt: skip
+    said: list[list[int]] = []
+    shown = Conversations.message
+
+    def noted(self: Conversations, prompt_T: Any, answer: Any, *rest: Any, **named: Any) -> Any:
+        said.append([*prompt_T.tolist(), -1, *answer.tokens_L.tolist()])
+        return shown(self, prompt_T, answer, *rest, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Conversations, "message", noted)
+        asyncio.run(rank._results(samples))
+    rank.close()
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert len(said) == 2
+    for each in said:
+        cut = each.index(-1)
+        prompt = torch.tensor([each[:cut]])
+        with torch.no_grad():
+            wanted = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+        assert each[cut + 1 :] == wanted[0, cut:].tolist()
