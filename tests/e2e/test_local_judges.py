@@ -30,7 +30,7 @@ def lines_of(run: Path) -> list[Any]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("where", [pytest.param("inline", id="inline"), pytest.param("two devices on Ray", id="ray")])
 def test_a_frozen_judge_grades_and_a_resumed_run_repeats_it(workspace: Workspace, where: str) -> None:
-    judge = save_chain_folder(workspace.path / "judge", "Score: 7")
+    judge = save_chain_folder(workspace.path / "judge", "score: 7")
     rewards = [
         {"function": "rewards.py:digits"},
         {"judge": {"model": str(judge), **RUBRIC, "cache": "run_folder"}, "name": "style", "weight": 0.5},
@@ -52,7 +52,7 @@ def test_a_frozen_judge_grades_and_a_resumed_run_repeats_it(workspace: Workspace
     assert heldout
     assert all(line["heldout/score"] >= 0.35 for line in heldout)
     assert {json.loads(line)["answer"] for file in (run / "judge_cache").iterdir() for line in file.open()} == {
-        "Score: 7"
+        "score: 7"
     }
 
     assert workspace.process("resume", "runs/judged", "--step", "1").code == 0
@@ -68,7 +68,7 @@ def test_a_frozen_judge_grades_and_a_resumed_run_repeats_it(workspace: Workspace
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_policy_judges_its_own_answers(workspace: Workspace) -> None:
-    policy = save_chain_folder(workspace.path / "policy", "Score: 9")
+    policy = save_chain_folder(workspace.path / "policy", "score: 9")
     rewards = [{"judge": {"model": "policy", **RUBRIC}}]
     recipe = rl_recipe(
         workspace, "own", model={"path": str(policy)}, reward=rewards, steps=2,
@@ -86,7 +86,7 @@ def test_the_policy_judges_its_own_answers(workspace: Workspace) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_split_run_judges_on_the_learners_devices(workspace: Workspace) -> None:
-    judge = save_chain_folder(workspace.path / "judge", "Score: 3")
+    judge = save_chain_folder(workspace.path / "judge", "score: 3")
     recipe = rl_recipe(
         workspace, "split", reward=[{"judge": {"model": str(judge), **RUBRIC}}], steps=2, placement=PLACED["split"],
     )  # fmt: skip
@@ -98,7 +98,7 @@ def test_a_split_run_judges_on_the_learners_devices(workspace: Workspace) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_judge_that_cannot_be_read_is_a_failed_reward_and_no_zero(workspace: Workspace) -> None:
-    judge = save_chain_folder(workspace.path / "judge", "Scored")
+    judge = save_chain_folder(workspace.path / "judge", "scored")
     recipe = rl_recipe(workspace, "unread", reward=[{"judge": {"model": str(judge), **RUBRIC}}], steps=1)
     done = workspace.process("train", recipe)
     assert done.code == 2

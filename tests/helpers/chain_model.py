@@ -14,7 +14,7 @@ from helpers.tiny import tiny_tokenizer
 def save_chain_folder(folder: Path, text: str, *, context: int = 4096) -> Path:
     """A checkpoint folder of a model that answers `text`, whose characters are all different. Its layers add nothing,
     so that the head reads the last token's embedding, which is a unit vector."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(":")
     chain = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert len(set(chain)) == len(chain) == len(text)
     size = len(tokenizer)

@@ -201,9 +201,9 @@ def save_tiny_model(name: str, folder: Path, *, seed: int = 0, shard_size: str =
     return folder
 
 
-def tiny_tokenizer() -> Any:
-    """One token per character, ChatML with generation markers."""
-    vocabulary = {symbol: index for index, symbol in enumerate([*_SPECIAL, *_CHARACTERS])}
+def tiny_tokenizer(further: str = "") -> Any:
+    """One token per character, ChatML with generation markers. `further`: characters beside the usual ones."""
+    vocabulary = {symbol: index for index, symbol in enumerate([*_SPECIAL, *_CHARACTERS, *further])}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=None))
     core.decoder = decoders.Fuse()
     tokenizer = transformers.PreTrainedTokenizerFast(
