@@ -8,7 +8,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VERL_VENV ?= .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
-.PHONY: install install-vllm install-verl demo bytecode test test-parallel-and-serial test-parallel test-serial test-slow test-slow-parallel test-slow-serial test-slow-again test-soak test-vllm test-verl test-all bench chaos lint types format clean docs docs-reference docs-serve
+.PHONY: install install-vllm install-verl demo bytecode test test-parallel-and-serial test-parallel test-serial test-slow test-slow-parallel test-slow-serial test-slow-again test-soak test-vllm test-verl test-all bench chaos lint types format clean docs docs-reference docs-benchmarks docs-serve
 
 install: $(INSTALLED)
 
@@ -121,11 +121,14 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: docs-reference  ## the site in site/; a broken link or an unknown reference is an error
+docs: docs-reference docs-benchmarks  ## the site in site/; a broken link or an unknown reference is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 docs-reference: $(INSTALLED)  ## docs/recipe_reference.md, from the recipe's classes
 	$(BIN)/python docs/make_recipe_reference.py
+
+docs-benchmarks: $(INSTALLED)  ## the tables of docs/benchmarks.md, from benchmarks/results/
+	$(BIN)/python benchmarks/result_tables.py
 
 docs-serve: $(INSTALLED)  ## the site on localhost, rebuilt while you write
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
