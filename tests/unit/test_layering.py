@@ -104,6 +104,7 @@ TORCH_FREE = (
     "roles.mini_batches",
     "roles.placed_rewards",
     "roles.runner_handle",
+    "roles.samples",
     "roles.stages",
     "roles.state_handle",
     "roles.texts",
