@@ -17,7 +17,7 @@ from helpers.made_batches import advantages_of
 from helpers.trials import Trial
 from podium.data.trajectories import TrajectoryId
 from podium.errors import RewardError
-from podium.roles.carriers import EpisodeNote, TurnRewards
+from podium.roles.carriers import EpisodeNote, ScoreNote, TurnRewards
 
 ONE_STEP = "steps=1"
 
@@ -268,8 +268,8 @@ def test_the_total_is_the_weighted_sum_of_functions_and_models(tmp_path: Path) -
 def test_a_reward_model_that_gives_no_number_is_a_failure(tmp_path: Path) -> None:
     trial = Trial(tmp_path, ONE_STEP, "reward=[{model: judges/long}]")
 
-    async def score(rollouts: Any) -> np.ndarray:
-        return np.array([np.nan, *np.ones(15)])
+    async def score(rollouts: Any) -> ScoreNote:
+        return ScoreNote(values_N=np.array([np.nan, *np.ones(15)]))
 
     trial.roles.reward_models[0][1].score = score  # type: ignore[method-assign]
     trial.run()
