@@ -86,6 +86,7 @@ class StepExecutor:
         self._opened_with: tuple[WorkerId, ...] | None = None  # generators that the scheduler knows
         self._grader_facts: GraderFacts | None = None
         self._members = Membership(parts, state, self._arrivals.put_nowait)
+        self._members.report_lost_to(self._members.lose_one_of_several)
         self._joining: asyncio.Task[None] | None = None  # gives new generators weights
         self._retiring: dict[int, asyncio.Task[None]] = {}  # by rank: generators that give back what they run
 
@@ -196,7 +197,7 @@ class StepExecutor:
                 self._opened_with = None
                 self._retiring.pop(news.rank, None)
                 flow.note_lost(str(news.rank))
-                await members.lose(news.rank, news.error)
+                members.lose(news.rank, news.error)
                 stream.forget(news.rank)
             case Lost():
                 await self._parts.roles.episode_workers.replace(stream, news)
@@ -205,7 +206,7 @@ class StepExecutor:
             case Left():
                 self._retiring.pop(news.rank, None)
                 flow.note_left(str(news.rank))
-                await members.leave(news.rank)
+                members.leave(news.rank)
             case GeneratorLeaves():
                 if members.moves_episodes and news.rank in members.leaving:
                     flow.note_leaving(str(news.rank))
@@ -233,7 +234,7 @@ class StepExecutor:
                 try:
                     lanes[rank] = await self._members.equip(rank, transfer)
                 except WorkerDiedError as error:
-                    await self._members.lose(rank, error)
+                    self._members.lose(rank, error)
             self._arrivals.put_nowait(_Joined(lanes=lanes))
         except Exception as error:
             self._arrivals.put_nowait(error)

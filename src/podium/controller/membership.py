@@ -21,6 +21,7 @@ from podium.controller.recovery import Abort, Death, GiveUp, Rebuild, Respawn, R
 from podium.controller.state import RunState
 from podium.errors import ClusterError, PlacementError, WorkerDiedError
 from podium.recipe import OnPolicyRecipe
+from podium.roles.handles import LoseGenerator
 from podium.runs.events import append_membership, append_recovery
 from podium.weights.weight_transfers import ByStore
 
@@ -70,11 +71,13 @@ class Membership:
         self._arrived = asyncio.Event()  # a generator can be admitted, or none will come
         self._error: Exception | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._has_old_channels = False  # whether episode runners have those of generators that are gone
 
     @property
     def moves_episodes(self) -> bool:
-        """Whether generators come and go while episodes run: they have devices of their own, and their sequences are
-        episodes. Requests of episode runners do not move: generators come and go between steps then."""
+        """Whether generators join and leave while episodes run: they have devices of their own, and their sequences are
+        episodes. With episode runners they join and leave between steps; what one was asked that dies is asked of the
+        others."""
         return self._has_pool and self._parts.roles.runner is None
 
     @property
@@ -91,6 +94,11 @@ class Membership:
     def leaving(self) -> tuple[int, ...]:
         """Ranks of generators that are there and will be gone soon."""
         return tuple(rank for rank in self._leaving if rank in self._parts.roles.generator.ranks)
+
+    def report_lost_to(self, lose: LoseGenerator) -> None:
+        """From now on `lose` is told of generators that die where the scheduler does not deal with them itself."""
+        if self._has_pool:  # else they are learners' too
+            self._parts.roles.generator.report_lost_to(lose)
 
     def open(self) -> None:
         """From now on vacant slots are filled."""
@@ -120,9 +128,12 @@ class Membership:
         workers, pool = self._parts.workers, self._parts.workers.worker_pool(ROLLOUT)
         causes = {each.slot: str(each.died) for each in pool.members}
         for rank in pool.dead:
-            await self.lose(rank, WorkerDiedError(f"{causes.get(rank, f'{ROLLOUT}[{rank}] died')}."))
+            self.lose(rank, WorkerDiedError(f"{causes.get(rank, f'{ROLLOUT}[{rank}] died')}."))
         for rank in self.leaving:
-            await self.leave(rank)
+            self.leave(rank)
+        if self._has_old_channels:
+            await workers.renew_channels(ROLLOUT)
+            self._has_old_channels = False
         await self.admit()
         while not self._parts.roles.generator.ranks:
             if self._error is not None:
@@ -132,7 +143,7 @@ class Membership:
                 await self._arrived.wait()  # `_fill_slots` has a deadline
             await self.admit()
 
-    async def lose(self, rank: int, error: WorkerDiedError) -> None:
+    def lose(self, rank: int, error: WorkerDiedError) -> None:
         """The run goes on without a generator that died. Raises the error if too many died."""
         cause = str(error).splitlines()[0]
         has_left = self._leaving.pop(rank, None)
@@ -140,7 +151,8 @@ class Membership:
             death = Death(part="generator", cause=cause, slots=(rank,), others_go_on=True)
             match self._parts.recovery.decide(death):
                 case Respawn():
-                    self._parts.log.console.warning(f"{cause} It is replaced, and its episodes are run again.")
+                    others = "its episodes are run again" if self.moves_episodes else "the others do its work"
+                    self._parts.log.console.warning(f"{cause} It is replaced, and {others}.")
                 case Abort():
                     raise error
                 case Retry() | GiveUp() | Rebuild() | Rewind() as remedy:
@@ -150,22 +162,28 @@ class Membership:
             self._vacancies[rank] = _Vacancy(cause=cause, since_s=now_s())
         else:
             self._parts.log.console.warning(f"{cause} Its grace period was too short: its episodes are run again.")
-        await self._vacate(rank, frees_place=has_left is not None)
+        self._vacate(rank, frees_place=has_left is not None)
         if has_left is not None:
             self._note_left(rank, has_left)
         self._changed.set()
 
-    async def leave(self, rank: int) -> None:
+    def lose_one_of_several(self, rank: int, error: WorkerDiedError) -> None:
+        """Like `lose`, where only other generators can go on with what it did: for episode runners, or in an
+        evaluation. Raises the error if there are none."""
+        if not set(self._parts.roles.generator.ranks) - {rank}:
+            raise error
+        self.lose(rank, error)
+
+    def leave(self, rank: int) -> None:
         """Ends a generator that leaves and runs nothing any more."""
         cause = self._leaving.pop(rank)
-        await self._vacate(rank, frees_place=True)
+        self._vacate(rank, frees_place=True)
         self._note_left(rank, cause)
         self._changed.set()
 
-    async def _vacate(self, rank: int, *, frees_place: bool) -> None:
+    def _vacate(self, rank: int, *, frees_place: bool) -> None:
         self._parts.workers.vacate(ROLLOUT, [rank], frees_places=frees_place)
-        if not self.moves_episodes:  # episode runners ask those that are left
-            await self._parts.workers.renew_channels(ROLLOUT)
+        self._has_old_channels = self._parts.roles.runner is not None  # a runner that plays cannot take new ones
 
     async def admit(self) -> tuple[int, ...]:
         """Lets new generators in. Returns their ranks. They have no weights yet."""

@@ -62,6 +62,7 @@ class OverlapExecutor:
         self._is_pausing = False
         self._is_finishing = False  # streams take no more episodes
         self._members = Membership(parts, state, self._note_news)
+        self._members.report_lost_to(self._lose_generator)
         self._equipping: asyncio.Task[None] | None = None
         self._retiring: set[int] = set()  # ranks of generators that give back what they run
         self._stream: EpisodeStream | None = None
@@ -292,13 +293,19 @@ class OverlapExecutor:
         self._versions.pop(gone.rank, None)
         if isinstance(gone, Lost):
             self._flow.note_lost(worker)
-            await self._members.lose(gone.rank, gone.error)
+            self._members.lose(gone.rank, gone.error)
             stream.forget(gone.rank)
         else:
             self._flow.note_left(worker)
-            await self._members.leave(gone.rank)
+            self._members.leave(gone.rank)
         self._send(is_repeated=True)
         self._changed.set()
+
+    def _lose_generator(self, rank: int, error: WorkerDiedError) -> None:
+        """One that episode runners ask, or that evaluates, died."""
+        self._members.lose_one_of_several(rank, error)
+        self._versions.pop(rank, None)
+        self._note_idle()
 
     async def _equip(self, stream: EpisodeStream) -> None:
         """Gives new generators the newest stored weights and opens their streams; the learner may be busy."""
@@ -308,7 +315,7 @@ class OverlapExecutor:
             try:
                 lanes = await self._members.equip(rank, transfer)
             except WorkerDiedError as error:
-                await self._members.lose(rank, error)
+                self._members.lose(rank, error)
                 continue
             self._versions[rank] = transfer.version.number
             stream.begin([rank])
@@ -333,25 +340,25 @@ class OverlapExecutor:
         generator = self._parts.roles.generator
         ranks = generator.ranks if self._parts.roles.runner is not None else map(int, workers)
         version = transfer.version.number
-        try:
-            await asyncio.gather(*(self._install_on(rank, transfer) for rank in ranks))
-        except WorkerDiedError:
-            if not self._members.moves_episodes:
-                raise
-            return  # its stream reports it, and its successor gets the newest weights
+        if not any(await asyncio.gather(*(self._install_on(rank, transfer) for rank in ranks))):
+            return
         for worker in workers:
             self._flow.tell(WeightsInstalled(worker=worker, version=version))
         self._send()
 
-    async def _install_on(self, rank: int, transfer: ByStore) -> None:
+    async def _install_on(self, rank: int, transfer: ByStore) -> bool:
+        """False if the engine is dead: its stream reports that, and its successor gets the newest weights."""
         self._installing.add(rank)
         self._note_idle()
         try:
             await self._parts.roles.generator.install_in_flight(rank, transfer, self._in_flight)
+        except WorkerDiedError:
+            return False
         finally:
             self._installing.discard(rank)
         if rank in self._versions:  # else it is gone
             self._versions[rank] = transfer.version.number
+        return True
 
     # --- what happens ---
 

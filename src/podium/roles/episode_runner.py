@@ -34,7 +34,7 @@ from podium.environments.episode import (
 from podium.environments.hosted_episodes import EnvironmentHost, HostedEnvironment
 from podium.environments.output_cap import OutputCap
 from podium.environments.transcript import TurnTokenizer, check_template, check_tools_shown
-from podium.errors import RolloutError
+from podium.errors import RolloutError, WorkerDiedError
 from podium.models.folder import local_folder
 from podium.progress import mark_progress
 from podium.recipe import EnvironmentSection, ModelSection
@@ -274,7 +274,8 @@ class EpisodeRunner(EpisodeSource):
 class EnginePolicy:
     """Generators as the policy of episodes. An episode always uses the same generator, which has its conversation
     cached. While the learner's devices generate, they have an even part of all episodes, and the others stay where they
-    are. One loop per generator sends new requests and fetches finished ones."""
+    are. One loop per generator sends new requests and fetches finished ones. If one dies, its requests go to another,
+    which gives the same answers if it has the same weights."""
 
     def __init__(
         self, channel: Channel, name: str, plan: SamplingPlan, stops: frozenset[int], deadline_s: float,
@@ -290,6 +291,7 @@ class EnginePolicy:
         self._requests: dict[TrajectoryId, Request] = {}  # of those that wait
         self._engine_of: dict[TrajectoryId, int] = {}
         self._unwanted: dict[TrajectoryId, int] = {}  # cancelled, and at which generator
+        self._gone: set[int] = set()  # the runner's own generators that died
         self._talks: list[asyncio.Task[None]] = []
         self._broken: BaseException | None = None
 
@@ -336,6 +338,9 @@ class EnginePolicy:
     def _ask(self, request: Request) -> None:
         num_lent = len(self._engines) - self._num_own if self._uses_lent() else 0
         engine = engine_of(request.id.prompt_index, self._num_own, num_lent)
+        if engine in self._gone:
+            left = self._left
+            engine = left[request.id.prompt_index % len(left)]
         self._requests[request.id] = request
         self._engine_of[request.id] = engine
         self._new[engine].append(request)
@@ -354,8 +359,7 @@ class EnginePolicy:
                 waiting.set_result(completion)
 
     async def _talk(self, engine: int) -> None:
-        """Consumes new requests to one generator and waits for its answers; ends with the policy. If the generator
-        fails, every episode that waits for it fails."""
+        """Consumes new requests to one generator and waits for its answers; ends with the policy, or the generator."""
         under_way: set[TrajectoryId] = set()
         channel, rank = self._engines[engine]
         try:
@@ -376,7 +380,7 @@ class EnginePolicy:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            self._fail(error)
+            self._end(engine, error)
 
     def _note(self, done: Sequence[Completion], engine: int, under_way: set[TrajectoryId]) -> None:
         """Passes on a generator's answers to requests that are under way."""
@@ -384,6 +388,26 @@ class EnginePolicy:
             if completion.id in under_way:  # else of a stream before
                 under_way.discard(completion.id)
                 self._settle(completion, was_lent=engine >= self._num_own)
+
+    @property
+    def _left(self) -> list[int]:
+        """The runner's own generators that live."""
+        return [engine for engine in range(self._num_own) if engine not in self._gone]
+
+    def _end(self, engine: int, error: BaseException) -> None:
+        """A generator answers no more. If it died and there are others, they are asked from here on."""
+        if engine >= self._num_own or not isinstance(error, WorkerDiedError):
+            self._fail(error)
+            return
+        self._gone.add(engine)
+        if not self._left:
+            self._fail(error)
+            return
+        self._new[engine] = []
+        for id in [id for id, at in self._engine_of.items() if at == engine]:
+            self._ask(self._requests[id])
+            if id in self._unwanted:  # it ends as soon as the other one has it
+                self._unwanted[id] = self._engine_of[id]
 
     def _fail(self, error: BaseException) -> None:
         """All that wait for an answer fail, and all that ask later."""

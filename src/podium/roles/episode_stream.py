@@ -260,7 +260,7 @@ async def run_all(
     they have room. Episodes of a worker that dies run again under the next attempt, with the same random numbers."""
     lanes = await workers.lanes()
     async with workers.streaming(plan) as stream:
-        blocks, attempts, waiting = list[Block](), Counter[int](), deque(prompts)
+        blocks, attempts, waiting = list[Block](), Counter[tuple[int, int]](), deque(prompts)
         open_by_rank: dict[int, dict[tuple[int, int], IndexedTask]] = {rank: {} for rank in stream.ranks}
 
         def admit_more() -> None:
@@ -275,11 +275,15 @@ async def run_all(
             if isinstance(arrival, Left):
                 continue  # nobody is retired here
             if isinstance(arrival, Lost):
-                rank = arrival.rank
-                attempts[rank] += 1
                 await workers.replace(stream, arrival)
-                for (_, sample), prompt in open_by_rank[rank].items():
-                    stream.admit(rank, [prompt], (sample,), attempts[rank])
+                again = open_by_rank.pop(arrival.rank)
+                if arrival.rank in stream.ranks:  # there is a successor; else the others take over
+                    open_by_rank[arrival.rank] = {}
+                for (prompt_index, sample), prompt in again.items():
+                    rank = _least_busy(lanes, open_by_rank)
+                    open_by_rank[rank][prompt_index, sample] = prompt
+                    attempts[prompt_index, sample] += 1
+                    stream.admit(rank, [prompt], (sample,), attempts[prompt_index, sample])
                 continue
             blocks.append(arrival)
             for prompt_index, sample, _, _ in arrival.ids.array_N4.tolist():
@@ -304,10 +308,15 @@ def to_free_lanes(
     """The next prompts for the workers with the lowest load, while one has room; they are open from now on."""
     given: dict[int, list[IndexedTask]] = {}
     while waiting:
-        rank = min(open_by_rank, key=lambda each: (len(open_by_rank[each]) / lanes[each], each))
+        rank = _least_busy(lanes, open_by_rank)
         if len(open_by_rank[rank]) >= most_episodes(lanes[rank]):
             break
         prompt = waiting.popleft()
         given.setdefault(rank, []).append(prompt)
         open_by_rank[rank].update({(prompt.prompt_index, sample): prompt for sample in range(samples)})
     return given
+
+
+def _least_busy(lanes: Mapping[int, int], open_by_rank: Mapping[int, dict[tuple[int, int], IndexedTask]]) -> int:
+    """The worker with the lowest load."""
+    return min(open_by_rank, key=lambda rank: (len(open_by_rank[rank]) / lanes[rank], rank))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -69,6 +69,9 @@ PHASE_S = 24 * 3600.0
 # How long it may take until a death is known that has made others fail.
 DEATH_S = 10.0
 
+LoseGenerator = Callable[[int, WorkerDiedError], None]
+"""Lets a run go on without a generator that died, by its rank; raises an error if it cannot."""
+
 
 class GeneratorHandle:
     """Generators on all generating devices."""
@@ -78,6 +81,11 @@ class GeneratorHandle:
         group.requires(Generator.stream, Generator.install, Generator.share, Generator.hold, Generator.usage)
         self._group = group.within(PHASE_S, work_only=True)
         self._parts = None if parts is None else parts.within(PHASE_S, work_only=True)
+        self._lose: LoseGenerator | None = None
+
+    def report_lost_to(self, lose: LoseGenerator) -> None:
+        """From now on `lose` is told of engines that die in a stream. The others go on, unless it raises an error."""
+        self._lose = lose
 
     @property
     def num_engines(self) -> int:
@@ -133,8 +141,11 @@ class GeneratorHandle:
                 raise failed
 
     async def replace(self, stream: EpisodeStream, lost: Lost) -> None:
-        """Raises the error: who has its weights replaces it, or the run goes back to its last committed step."""
-        raise lost.error
+        """Lets the others go on. Raises the error if the run goes back to its last committed step instead."""
+        if self._lose is None:
+            raise lost.error
+        self._lose(lost.rank, lost.error)
+        stream.forget(lost.rank)
 
     async def lanes(self) -> Mapping[int, int]:
         """By rank: number of sequences that an engine generates at the same time."""
@@ -155,7 +166,7 @@ class GeneratorHandle:
         yet."""
         async with self._accompanied():
             await self._group.call_all(Generator.begin_serving, keeps_answers)
-            serving = asyncio.create_task(self._group.call_all(Generator.serve))
+            serving = asyncio.create_task(self._serve())
             try:
                 yield serving
             finally:
@@ -167,6 +178,26 @@ class GeneratorHandle:
                         await serving  # a death takes precedence
                     raise failed
                 await serving
+
+    async def _serve(self) -> tuple[CallResult[tuple[Metric, ...]], ...]:
+        """All engines answer episode runners until they are told to stop. Those that died meanwhile have no metrics."""
+        lose = self._lose
+        if lose is None:
+            return await self._group.call_all(Generator.serve)
+        tasks = [asyncio.ensure_future(self._serve_on(rank, lose)) for rank in self.ranks]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return tuple(answer for answer in answers if answer is not None)
+
+    async def _serve_on(self, rank: int, lose: LoseGenerator) -> CallResult[tuple[Metric, ...]] | None:
+        try:
+            return await self._group.call_one(rank, Generator.serve)
+        except WorkerDiedError as error:
+            lose(rank, error)
+            return None
 
     async def stop_serving(self) -> None:
         """Gives all requests of episode runners back, with the tokens that they have. Ends `serving`. All engines are
@@ -182,8 +213,12 @@ class GeneratorHandle:
         return [each for each in results if isinstance(each, BaseException)]
 
     async def forget(self, runner: str) -> None:
-        """Cancels the requests of a runner that died."""
-        await self._group.control_all(Generator.forget, runner)
+        """Cancels the requests of a runner that died. An engine that is dead has none."""
+        await asyncio.gather(*(self._forget(rank, runner) for rank in self.ranks))
+
+    async def _forget(self, rank: int, runner: str) -> None:
+        with suppress(WorkerDiedError):  # its own call reports it
+            await self._group.control_one(rank, Generator.forget, runner)
 
     async def share(self, number: int) -> str:
         """Makes the current weights of the colocated learner version `number`."""

@@ -17,6 +17,7 @@ from helpers.simulated_faults import (
     CalmRuns,
     Case,
     Schedule,
+    check_groups,
     fault_recipe,
     layout_of_seed,
     methods_of,
@@ -213,6 +214,40 @@ def test_a_generator_that_dies_is_replaced_and_nothing_goes_back(tmp_path: Path,
     assert (recovery.part, recovery.remedy) == ("generator", "respawn")
     assert recovery.seconds >= FAULT_COSTS.start_s
     assert run.weights == calm.weights
+
+
+@pytest.mark.parametrize("fault", [DEATH, SILENCE, LOSS], ids=lambda fault: type(fault).__name__)
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("layout", ["split", "elastic"])
+def test_the_others_answer_runners_for_a_generator_that_dies(
+    tmp_path: Path, calm_runs: CalmRuns, layout: str, staleness: int, fault: SimulatedDeath
+) -> None:
+    """At eight moments of two steps, nothing goes back. One that dies while weights are sent to all is another matter:
+    the step has no episodes yet."""
+    case = Case(layout=layout, staleness=staleness, variant=6, method="turns")
+    recipe, calm = calm_runs.of(case)
+    for number, at_s in enumerate(_moments(calm.committed_s[0], calm.committed_s[2], 8)):
+        run = run_with(case.recipe(tmp_path / str(number)), [replace(fault, at_s=at_s, pool="rollout")], seed=6)
+        check_groups(run, recipe)
+        if staleness == 0:
+            assert run.weights == calm.weights
+        for each in recoveries(run.result.folder):
+            assert each.remedy in ("respawn", "fewer") or "in generator.install" in each.cause
+
+
+@pytest.mark.parametrize("name", ["grpo", "turns"])
+def test_a_generator_that_dies_in_an_evaluation_leaves_its_episodes_to_the_others(
+    tmp_path: Path, calm_runs: CalmRuns, name: str
+) -> None:
+    case = Case(layout="split", staleness=0, variant=1, method=name)
+    recipe, calm = calm_runs.of(case)
+    evaluating_s = calm.committed_s[1] + 1.0  # after the save
+    for number, at_s in enumerate(_moments(evaluating_s, evaluating_s + 3.0, 4)):
+        death = SimulatedDeath(at_s=at_s, pool="rollout", slot=number % 2)
+        run = run_with(case.recipe(tmp_path / str(number)), [death], seed=1)
+        check_groups(run, recipe)
+        assert run.weights == calm.weights
+        assert {each.remedy for each in recoveries(run.result.folder)} <= {"respawn", "fewer"}
 
 
 def test_graders_that_die_are_replaced_and_recorded(tmp_path: Path, calm_runs: CalmRuns) -> None:

@@ -205,8 +205,8 @@ class SimulatedPolicy(EnginePolicy):
     has a call at every generator that waits until there is an answer."""
 
     async def _talk(self, engine: int) -> None:
-        """Sends new requests to one generator, while another task fetches answers; ends with the policy. If the
-        generator fails, every episode that waits for it fails."""
+        """Sends new requests to one generator, while another task fetches answers; ends with the policy, or the
+        generator."""
         under_way: set[TrajectoryId] = set()
         asked, fetching = self._asked[engine], None
         try:
@@ -221,7 +221,7 @@ class SimulatedPolicy(EnginePolicy):
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            self._fail(error)
+            self._end(engine, error)
         finally:
             if fetching is not None:
                 fetching.cancel()
@@ -232,7 +232,7 @@ class SimulatedPolicy(EnginePolicy):
             while under_way:
                 await self._exchange(engine, under_way, [], _WAITING_SHARE * self._deadline_s)
         except Exception as error:
-            self._fail(error)
+            self._end(engine, error)
 
     async def _exchange(
         self, engine: int, under_way: set[TrajectoryId], requests: Sequence[Request], wait_s: float
