@@ -28,7 +28,7 @@ FOLDER = "rollouts"
 _FORMAT = 1
 _KEY = b"podium"
 _NAME = re.compile(r"step-([0-9]{8,})\.parquet")
-# Readers of a whole folder leave out names that begin with a dot.
+# Readers of a whole folder leave out names that begin with a dot (pandas) or end otherwise (polars, DuckDB).
 _TEMPORARY = ".tmp-"
 _PER_TOKEN = ("log_probs", "advantages", "reference_log_probs", "teacher_log_probs", "values", "returns")
 # Columns with few different values have a dictionary. For floats one would be built and thrown away, which takes as
@@ -121,7 +121,7 @@ def write_rollouts(folder: Path, columns: RolloutColumns) -> None:
     )
     folder.mkdir(exist_ok=True)
     path = rollout_path(folder, columns.step)
-    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
+    temporary = path.with_name(f"{_TEMPORARY}{path.stem}")
     try:
         temporary.write_bytes(buffer.getvalue())
         temporary.replace(path)

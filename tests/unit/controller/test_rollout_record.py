@@ -168,7 +168,7 @@ def test_a_resumed_run_replaces_what_it_repeats(tmp_path: Path) -> None:
     first = trial_in(broken, "steps=5", ALL, "checkpoint.every=3")
     first.run()
     written = rollout_path(first.folder.rollouts, 2).stat().st_mtime_ns
-    (first.folder.rollouts / ".tmp-step-00000009.parquet").write_bytes(b"half")
+    (first.folder.rollouts / ".tmp-step-00000009").write_bytes(b"half")
     rollout_path(first.folder.rollouts, 4).write_bytes(b"of another life")
     save = first.bandit.saves["policy"][3]
     second = trial_in(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from podium.runs.rollout_files import (
 )
 
 NONE = np.nan
+PAGE = Path(__file__).parents[3] / "docs" / "rollouts.md"
 # The contract with readers: other files may have further columns.
 TYPES = {
     "step": pa.int32(), "group": pa.int64(), "sample": pa.int32(), "source": pa.string(), "row": pa.int64(),
@@ -102,23 +104,57 @@ def test_the_types_of_the_columns(run: Path) -> None:
     assert rollout_facts(run, 7) == {"format": 1, "step": 7, "kept": 2, "version": 6, "lr": 0.5}
 
 
-def test_a_folder_of_steps_is_one_table_for_pandas(run: Path) -> None:
-    pandas = pytest.importorskip("pandas")
-    write_rollouts(run / "rollouts", columns(step=8))
-    (run / "rollouts" / ".tmp-step-00000009.parquet").write_bytes(b"half a file")
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
-    table = pandas.read_parquet(run / "rollouts")
+
+@pytest.fixture
+def documented(run: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """By reader, the line in docs/rollouts.md that reads all steps of a run. There is such a run, and half a file."""
+    write_rollouts(run / "rollouts", columns(step=8))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_rollouts(run / "rollouts", columns(step=9))
+    assert len(list((run / "rollouts").iterdir())) == 3
+    monkeypatch.chdir(run)
+    Path("runs").mkdir()
+    Path("runs/my-grpo").symlink_to(run)
+    return dict(re.findall(r"^\| (pandas|polars|DuckDB) \| `(.*)` \|$", PAGE.read_text(), re.MULTILINE))
+
+
+def test_pandas_reads_a_run_in_one_line(documented: dict[str, str]) -> None:
+    table = eval(documented["pandas"], {"pd": pytest.importorskip("pandas")})
 
     assert table["step"].tolist() == [7, 7, 8, 8]
     assert table["tokens"][0].tolist() == [9, 8, 9]
     assert table.groupby("step")["reward"].mean().to_dict() == {7: 0.5, 8: 0.5}
+    assert dict(table["rewards"][0]) == {"exact": 1.0, "length": -0.5}
+
+
+def test_polars_reads_a_run_in_one_line(documented: dict[str, str]) -> None:
+    polars = pytest.importorskip("polars")
+    table = eval(documented["polars"], {"pl": polars})
+
+    assert table["step"].to_list() == [7, 7, 8, 8]
+    assert table["tokens"].to_list()[0] == [9, 8, 9]
+    assert table["log_probs"].to_list()[:2] == [[None, -0.5, -0.25], [None, None]]
+    assert table.group_by("step").agg(polars.col("reward").mean()).sort("step").rows() == [(7, 0.5), (8, 0.5)]
+
+
+def test_duckdb_reads_a_run_in_one_line(documented: dict[str, str]) -> None:
+    duckdb = pytest.importorskip("duckdb")
+
+    assert sorted(duckdb.sql(documented["DuckDB"]).fetchall()) == [(7, 0.5), (8, 0.5)]
+    first = duckdb.sql("SELECT tokens, rewards FROM 'runs/my-grpo/rollouts/*.parquet' ORDER BY step LIMIT 1").fetchall()
+    assert first[0] == ([9, 8, 9], {"exact": 1.0, "length": -0.5})
 
 
 def test_later_steps_are_forgotten_and_half_files_too(run: Path) -> None:
     folder = run / "rollouts"
     for step in (8, 12):
         write_rollouts(folder, columns(step=step))
-    (folder / ".tmp-step-00000013.parquet").write_bytes(b"half a file")
+    (folder / ".tmp-step-00000013").write_bytes(b"half a file")
     (folder / "notes.txt").write_text("mine")
 
     forget_rollouts_after(folder, 8)

@@ -295,7 +295,7 @@ class TestStepFiles:
         files = StepFiles(tmp_path)
         assert not files.look()
         folder.mkdir()
-        for name in ("step-00000002.parquet", "step-00000001.parquet", ".tmp-step-00000003.parquet", "notes.txt"):
+        for name in ("step-00000002.parquet", "step-00000001.parquet", ".tmp-step-00000003", "notes.txt"):
             (folder / name).write_text("")
         (folder / "step-00000009.parquet").symlink_to(tmp_path)
         assert list(files.look().items()) == [(step, folder / f"step-{step:08d}.parquet") for step in (1, 2)]
