@@ -19,10 +19,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import ray
 import ray.cluster_utils
+import ray.scripts.scripts as scripts
 import yaml
 from ray.core.generated import autoscaler_pb2
 from ray.util.placement_group import placement_group, placement_group_table
@@ -41,6 +43,9 @@ from podium.errors import ClusterError, PlacementError, StoreError, WorkerDiedEr
 STORE_BYTES = 80 * 2**20
 # Ray asks its nodes for a sign of life every 3 s and gives them up after five: a test has not that much time.
 ATTENTIVE = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
+
+Lose = Callable[[ray.cluster_utils.Cluster, Any], None]
+"""How a node goes."""
 
 
 class Maker(Counter):
@@ -437,7 +442,17 @@ def membership(folder: Path) -> dict[str, float]:
 
 
 def lost_node(folder: Path) -> dict[str, float]:
-    """Of two nodes with a learner each, one is lost with its memory, and another joins: the learner there gets its
+    """One of two nodes with a learner each is lost."""
+    return _without_a_learners_node(folder, lose_node)
+
+
+def stopped_node(folder: Path) -> dict[str, float]:
+    """One of two nodes with a learner each is stopped."""
+    return _without_a_learners_node(folder, stop_node)
+
+
+def _without_a_learners_node(folder: Path, lose: Lose) -> dict[str, float]:
+    """Of two nodes with a learner each, one goes with its memory, and another joins: the learner there gets its
     shard from the copy, and the run ends with the weights of one that nobody disturbed."""
     from golden.runs import fingerprint, make_task, train
     from podium.runs.events import recoveries
@@ -450,7 +465,7 @@ def lost_node(folder: Path) -> dict[str, float]:
         second = add_node(nodes, 1)
         two = {"launcher": "ray", "layout": "colocated", "devices": 2}
         expected = fingerprint(train(run_of(folder, "undisturbed", **two), folder), step=8)
-        losing = _InThread(lambda: _lose(nodes, second, folder / "runs" / "disturbed"))
+        losing = _InThread(lambda: _replace(nodes, second, folder / "runs" / "disturbed", lose))
         run = train(run_of(folder, "disturbed", **two), folder)
         losing.join()
     assert fingerprint(run, step=8)["weights"] == expected["weights"]
@@ -462,7 +477,17 @@ def lost_node(folder: Path) -> dict[str, float]:
 
 
 def lost_generator(folder: Path) -> dict[str, float]:
-    """Of three nodes with a worker each, one with a generator is lost: the run goes on with the other generator, and
+    """A node with a generator is lost."""
+    return _without_a_generators_node(folder, lose_node)
+
+
+def stopped_generator(folder: Path) -> dict[str, float]:
+    """A node with a generator is stopped."""
+    return _without_a_generators_node(folder, stop_node)
+
+
+def _without_a_generators_node(folder: Path, lose: Lose) -> dict[str, float]:
+    """Of three nodes with a worker each, one with a generator goes: the run goes on with the other generator, and
     ends with the weights of one in a single process."""
     from golden.runs import fingerprint, make_task, train
     from podium.runs.events import recoveries
@@ -474,13 +499,14 @@ def lost_generator(folder: Path) -> dict[str, float]:
         os.environ["RAY_ADDRESS"] = nodes.address
         others, started = [add_node(nodes, 1) for _ in range(2)], started_workers()
 
-        def lose() -> None:
+        def after_two_steps() -> None:
             wait_until(lambda: bool(started), "the workers", deadline_s=120)
             learner = started[0].worker_pool("train").members[0].worker.node
             lost = next(each for each in others if name_of(each) != learner)
-            _lose_after_two_steps(nodes, lost, folder / "runs" / "split")
+            wait_until(lambda: _num_steps(folder / "runs" / "split") >= 2, "two steps", deadline_s=120)
+            lose(nodes, lost)
 
-        losing = _InThread(lose)
+        losing = _InThread(after_two_steps)
         split = {"layout": "split", "devices": 3, "rollout_devices": 2}
         run = train(run_of(folder, "split", launcher="ray", **split), folder)
         losing.join()
@@ -490,16 +516,29 @@ def lost_generator(folder: Path) -> dict[str, float]:
     return {"step": found[0].step}
 
 
-def _lose_after_two_steps(nodes: ray.cluster_utils.Cluster, node: Any, run: Path) -> None:
-    wait_until(lambda: _num_steps(run) >= 2, "two steps", deadline_s=120)
+def lose_node(nodes: ray.cluster_utils.Cluster, node: Any) -> None:
+    """Kills all processes of a node at once."""
     nodes.remove_node(node, allow_graceful=False)
 
 
-def _lose(nodes: ray.cluster_utils.Cluster, node: Any, run: Path) -> None:
+def stop_node(nodes: ray.cluster_utils.Cluster, node: Any) -> None:
+    """Runs `ray stop` of a machine that has this node only: it sees no other node's processes."""
+    (raylet,) = node.all_processes["raylet"]
+    seen = scripts.psutil.Process(raylet.process.pid)
+    of_node = [seen, *seen.children(recursive=True)]
+    with mock.patch.object(scripts.psutil, "process_iter", return_value=of_node):
+        scripts.stop.callback(force=False, grace_period=16)
+    left = [each.pid for each in of_node if each.is_running() and each.status() != scripts.psutil.STATUS_ZOMBIE]
+    assert left == [], left
+    nodes.remove_node(node)
+
+
+def _replace(nodes: ray.cluster_utils.Cluster, node: Any, run: Path, lose: Lose) -> None:
     """Loses a node after two steps, with the snapshots in its memory, and adds another."""
     from podium.runs.host_memory import launch_folder
 
-    _lose_after_two_steps(nodes, node, run)
+    wait_until(lambda: _num_steps(run) >= 2, "two steps", deadline_s=120)
+    lose(nodes, node)
     memory = launch_folder(run)
     assert memory is not None
     (lost,) = memory.glob(f"policy/*{node.node_id[:6]}")
@@ -634,7 +673,8 @@ SCENARIOS: dict[str, Callable[[Path], Awaitable[dict[str, float]]]] = {
 
 
 WHOLE_RUNS: dict[str, Callable[[Path], dict[str, float]]] = {
-    scenario.__name__: scenario for scenario in (membership, lost_node, lost_generator, joined_attach)
+    scenario.__name__: scenario
+    for scenario in (membership, lost_node, stopped_node, lost_generator, stopped_generator, joined_attach)
 }
 
 

@@ -119,13 +119,15 @@ def test_a_generator_joins_on_a_new_node_and_leaves_when_it_is_drained() -> None
 
 
 @pytest.mark.slow
-def test_a_node_with_a_learner_is_lost_and_the_run_goes_on_from_the_copy_on_another_node() -> None:
-    measured("lost_node", limit_s=280)
+@pytest.mark.parametrize("how", ["lost_node", "stopped_node"])  # stopped: by `ray stop`
+def test_a_node_with_a_learner_goes_and_the_run_goes_on_from_the_copy_on_another_node(how: str) -> None:
+    measured(how, limit_s=280)
 
 
 @pytest.mark.slow
-def test_a_node_with_a_generator_is_lost_and_the_run_goes_on_with_fewer() -> None:
-    measured("lost_generator", limit_s=280)
+@pytest.mark.parametrize("how", ["lost_generator", "stopped_generator"])
+def test_a_node_with_a_generator_goes_and_the_run_goes_on_with_fewer(how: str) -> None:
+    measured(how, limit_s=280)
 
 
 @pytest.mark.slow
