@@ -60,6 +60,11 @@ class CollectiveCounter(TorchDispatchMode):
         self._noted: list[Collective] = []
 
     @property
+    def noted(self) -> tuple[Collective, ...]:
+        """Every call, also in groups of one rank."""
+        return tuple(self._noted)
+
+    @property
     def num_noted(self) -> int:
         """How many calls there were."""
         return len(self._noted)

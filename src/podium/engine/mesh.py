@@ -25,7 +25,7 @@ from podium.recipe.policy_mesh import MeshSizes, nearest, section_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """One rank among `world`. A world of one has no process group and no overhead."""
+    """One rank among `world`. A world of one has no process group and no overhead, unless a test gives it one."""
 
     rank: int
     world: int
@@ -41,6 +41,11 @@ class Mesh:
     def is_main(self) -> bool:
         """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks meet in collectives, and FSDP holds the parameters."""
+        return self.devices is not None
 
     @property
     def data_ranks(self) -> int:
@@ -82,7 +87,7 @@ class Mesh:
 
     def sum(self, values: Tensor) -> Tensor:
         """Element-wise sum over all ranks."""
-        if self.world > 1:
+        if self.is_sharded:
             dist.all_reduce(values)
         return values
 
@@ -107,7 +112,7 @@ class Mesh:
 
     def gather(self, value: Any) -> list[Any]:
         """One small Python value from every rank, in rank order, on every rank."""
-        if self.world == 1:
+        if not self.is_sharded:
             return [value]
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value)
@@ -115,7 +120,7 @@ class Mesh:
 
     def barrier(self) -> None:
         """Waits for all ranks."""
-        if self.world > 1:
+        if self.is_sharded:
             dist.barrier()
 
 
@@ -276,5 +281,5 @@ def adopt(*, rank: int, world: int, device: str, devices: DeviceMesh | None) -> 
 
 def leave(mesh: Mesh) -> None:
     """Ends the process group, if there is one."""
-    if mesh.world > 1 and dist.is_initialized():
+    if mesh.is_sharded and dist.is_initialized():
         dist.destroy_process_group()

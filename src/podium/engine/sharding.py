@@ -188,7 +188,7 @@ def _spread(
         for name, parameter in model.hf.named_parameters()
         if masters and (section.lora is None or parameter.requires_grad)
     }
-    if mesh.world > 1:
+    if mesh.is_sharded:
         set_dtypes(model.hf, dict.fromkeys(with_masters, torch.float32))
     if section.fp8:
         require_undivided(mesh.tensor is not None, _FP8_KEY)
@@ -201,7 +201,7 @@ def _spread(
                 left_out[0],
             )
     _prepare_layers(model, section, mesh.device)
-    if mesh.devices is not None:
+    if mesh.is_sharded:
         unsharded = {parameter for name, parameter in model.hf.named_parameters() if name in other_dtype}
         _shard(model, mesh, dtype, unsharded, experts)
     model.to_empty(device=mesh.device)
@@ -277,7 +277,7 @@ def _random_weights(section: ModelSection, config: object, mesh: Mesh, seed: int
     """Random weights from the seed alone: every rank samples the same whole model and keeps its part."""
     with torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []):
         torch.manual_seed(seed)
-        device = mesh.device if mesh.world == 1 else torch.device("cpu")
+        device = torch.device("cpu") if mesh.is_sharded else mesh.device
         plain = section.model_copy(update={"lora": None})
         model = build(plain, config, device=device, dtype=torch.float32)
     return MemoryWeights({**dict(model.hf.named_parameters()), **persistent_buffers(model.hf)})

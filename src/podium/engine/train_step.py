@@ -186,9 +186,9 @@ class TrainEngine:
         self.mesh = mesh
         self.frozen = [each for each in trained if each.is_frozen]  # saved and published, never changed
         self._trained = [each for each in trained if not each.is_frozen]
-        sharded = mesh.world > 1
         # Held whole by every rank of a sharded model, because they compute in another dtype.
-        self._replicated = [each for each in self._trained if sharded and not isinstance(each.parameter, DTensor)]
+        own = self._trained if mesh.is_sharded else []
+        self._replicated = [each for each in own if not isinstance(each.parameter, DTensor)]
         self._summed = [each for each in self._trained if each.has_part_of_gradient]
         self._clip_norm = clip_norm
         self._multiple = round_tokens(mesh.device)

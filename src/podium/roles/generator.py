@@ -258,7 +258,7 @@ class GeneratorRank(Generator):
             self._copy, group = self._part.copy, self._part.leader
             group.on_death = _end_with_a_rank
             model = self._copy.model
-        elif mesh.world > 1:
+        elif mesh.is_sharded:
             config = load_config(spec.folder, trust_remote_code=spec.model.trust_remote_code)
             dtype = compute_dtype(spec.model, mesh.device)
             self._copy = WholeCopy(learner.weights, spec.model, config, device=mesh.device, dtype=dtype)

@@ -126,7 +126,7 @@ class Answerer:
         """Builds the engine and puts it to sleep. Returns none if a full copy of a sharded model does not fit on some
         rank."""
         mesh, model = self._mesh, self._engine.language_model
-        if mesh.world > 1:
+        if mesh.is_sharded:
             size = sum(spec.nbytes for spec in self._weights.manifest)
             if size > _COPY_SHARE * min(mesh.gather(free_bytes(mesh.device))):
                 return

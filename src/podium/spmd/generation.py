@@ -105,6 +105,6 @@ def _last_positions(sequences: list[list[int]], device: torch.device) -> TokenBa
 
 
 def _anyone(mesh: Mesh, mine: bool) -> bool:
-    if mesh.world == 1:
+    if not mesh.is_sharded:
         return mine
     return bool(mesh.sum(torch.tensor([float(mine)], device=mesh.device)).item())
