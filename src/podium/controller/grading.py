@@ -63,10 +63,7 @@ def sum_rewards(
         num_failed=len(errors),
         num_dropped=0,
         first_error=errors[min(errors)] if errors else None,
-        extras={
-            name: _sum_and_count(values_N)
-            for name, values_N in {**rewarded.extras, **_score_extras(scores, recipe)}.items()
-        },
+        extras=_sums_and_counts({**rewarded.extras, **_score_extras(scores, recipe)}),
         failed=frozenset(rollouts.rows.ids[row] for row in errors),
     )
     return everything, errors
@@ -91,6 +88,10 @@ def _score_extras(scores: ModelScores, recipe: OnPolicyRecipe) -> dict[str, Floa
         for index, scored in scores.items()
         for name, values_N in scored.extras.items()
     }
+
+
+def _sums_and_counts(extras: Mapping[str, Floats]) -> dict[str, tuple[float, float]]:
+    return {name: _sum_and_count(values_N) for name, values_N in extras.items()}
 
 
 def _sum_and_count(values_N: Floats) -> tuple[float, float]:
@@ -208,8 +209,5 @@ async def heldout_scores(rollouts: Rollouts, recipe: OnPolicyRecipe, roles: Role
         texts=grades.texts,
         num_errors=len(errors),
         first_error=errors[min(errors)] if errors else None,
-        extras={
-            name: _sum_and_count(values_N)
-            for name, values_N in {**grades.extras, **_score_extras(model_notes, recipe)}.items()
-        },
+        extras=_sums_and_counts({**grades.extras, **_score_extras(model_notes, recipe)}),
     )

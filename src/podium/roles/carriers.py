@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -244,30 +245,45 @@ class ScoreNote:
 
     def take(self, rows: Ints) -> ScoreNote:
         """The scores of these rows, in this order."""
-        place = {int(row): at for at, row in enumerate(rows)}
         return ScoreNote(
             values_N=self.values_N[rows],
-            errors={place[row]: error for row, error in self.errors.items() if row in place},
+            errors=take_errors(self.errors, rows),
             extras={name: values_N[rows] for name, values_N in self.extras.items()},
         )
 
     @classmethod
     def join(cls, parts: Sequence[ScoreNote]) -> ScoreNote:
         """The scores of several batches, one after the other."""
-        firsts = np.cumsum([0, *(len(part) for part in parts)]).tolist()
-        names = sorted({name for part in parts for name in part.extras})
+        sizes = [len(part) for part in parts]
         return cls(
             values_N=np.concatenate([np.empty(0), *(part.values_N for part in parts)]),
-            errors={
-                row + first: error
-                for part, first in zip(parts, firsts, strict=False)
-                for row, error in part.errors.items()
-            },
-            extras={
-                name: np.concatenate([part.extras.get(name, np.full(len(part), np.nan)) for part in parts])
-                for name in names
-            },
+            errors=join_errors([part.errors for part in parts], sizes),
+            extras=join_extras([part.extras for part in parts], sizes),
         )
+
+
+def first_rows(sizes: Sequence[int]) -> list[int]:
+    """Where each of several batches with so many rows begins, one after the other."""
+    return [0, *accumulate(sizes)][: len(sizes)]
+
+
+def take_errors(errors: Mapping[int, str], rows: Ints) -> dict[int, str]:
+    """The errors of these rows, by their new places."""
+    return {at: errors[row] for at, row in enumerate(rows.tolist()) if row in errors}
+
+
+def join_errors(parts: Sequence[Mapping[int, str]], sizes: Sequence[int]) -> dict[int, str]:
+    """The errors of several batches with so many rows, one after the other."""
+    firsts = first_rows(sizes)
+    return {row + first: error for part, first in zip(parts, firsts, strict=True) for row, error in part.items()}
+
+
+def join_extras(parts: Sequence[Mapping[str, Floats]], sizes: Sequence[int]) -> dict[str, Floats]:
+    """Further numbers of several batches with so many rows; NaN where a batch has none of a name."""
+    return {
+        name: np.concatenate([part.get(name, np.full(size, np.nan)) for part, size in zip(parts, sizes, strict=True)])
+        for name in sorted({name for part in parts for name in part})
+    }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,7 +18,18 @@ from podium.data.trajectories import Ints
 from podium.environments.grading import MOST_HANGING
 from podium.errors import ClusterError, DeadlineError, WorkerDiedError
 from podium.observe.timeline import EPISODES
-from podium.roles.carriers import Floats, GradeNote, GraderFacts, GradeShard, Residency, ScoreNote
+from podium.roles.carriers import (
+    Floats,
+    GradeNote,
+    GraderFacts,
+    GradeShard,
+    Residency,
+    ScoreNote,
+    first_rows,
+    join_errors,
+    join_extras,
+    take_errors,
+)
 from podium.roles.grader import Grader, Purpose
 from podium.roles.handles import PHASE_S
 from podium.roles.interfaces import RewardModel
@@ -48,7 +59,7 @@ class Rewarded:
         return Rewarded(
             rewards=self.rewards,
             values_NR=self.values_NR[rows],
-            errors={place[row]: error for row, error in self.errors.items() if row in place},
+            errors=take_errors(self.errors, rows),
             extras={name: values_N[rows] for name, values_N in self.extras.items()},
             texts=tuple((place[row], prompt, answer) for row, prompt, answer in self.texts if row in place),
         )
@@ -56,23 +67,15 @@ class Rewarded:
     @classmethod
     def join(cls, parts: Sequence[Rewarded]) -> Rewarded:
         """The results of several batches, one after the other."""
-        firsts = np.cumsum([0, *(len(part) for part in parts)]).tolist()
-        names = sorted({name for part in parts for name in part.extras})
+        sizes = [len(part) for part in parts]
         return cls(
             rewards=parts[0].rewards,
             values_NR=np.concatenate([part.values_NR for part in parts]),
-            errors={
-                row + first: error
-                for part, first in zip(parts, firsts, strict=False)
-                for row, error in part.errors.items()
-            },
-            extras={
-                name: np.concatenate([part.extras.get(name, np.full(len(part), np.nan)) for part in parts])
-                for name in names
-            },
+            errors=join_errors([part.errors for part in parts], sizes),
+            extras=join_extras([part.extras for part in parts], sizes),
             texts=tuple(
                 (row + first, prompt, answer)
-                for part, first in zip(parts, firsts, strict=False)
+                for part, first in zip(parts, first_rows(sizes), strict=True)
                 for row, prompt, answer in part.texts
             ),
         )
