@@ -339,8 +339,8 @@ class EnginePolicy:
         num_lent = len(self._engines) - self._num_own if self._uses_lent() else 0
         engine = engine_of(request.id.prompt_index, self._num_own, num_lent)
         if engine in self._gone:
-            left = self._left
-            engine = left[request.id.prompt_index % len(left)]
+            living = self._living
+            engine = living[request.id.prompt_index % len(living)]
         self._requests[request.id] = request
         self._engine_of[request.id] = engine
         self._new[engine].append(request)
@@ -390,7 +390,7 @@ class EnginePolicy:
                 self._settle(completion, was_lent=engine >= self._num_own)
 
     @property
-    def _left(self) -> list[int]:
+    def _living(self) -> list[int]:
         """The runner's own generators that live."""
         return [engine for engine in range(self._num_own) if engine not in self._gone]
 
@@ -400,7 +400,7 @@ class EnginePolicy:
             self._fail(error)
             return
         self._gone.add(engine)
-        if not self._left:
+        if not self._living:
             self._fail(error)
             return
         self._new[engine] = []
