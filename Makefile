@@ -39,27 +39,39 @@ test-parallel-and-serial:
 	$(MAKE) --no-print-directory test-parallel
 	$(MAKE) --no-print-directory test-serial
 
+# What fails beside other work is tried once more, alone, and fails if it fails again. Only failed tests are (pytest's
+# exit code 1), and what failed in an earlier run is forgotten first: a test over its time ends pytest with that code
+# before it notes what failed.
+AGAIN := --last-failed --last-failed-no-failures none
+FORGET = rm -f $(1)/v/cache/lastfailed
+OR_AGAIN = || { test $$? = 1 && $(1) $(AGAIN); }
+
+FAST_PARALLEL_CACHE := .pytest_cache/parallel
+FAST_PARALLEL := $(BIN)/python -m pytest -q -o cache_dir=$(FAST_PARALLEL_CACHE) -m "$(FAST) and not serial"
+FAST_SERIAL_CACHE := .pytest_cache/serial
+FAST_SERIAL := $(BIN)/python -m pytest -q -o cache_dir=$(FAST_SERIAL_CACHE) -m "$(FAST) and serial"
+
 test-parallel: $(INSTALLED)  ## in two processes
-	$(BIN)/python -m pytest -q $(TWO_PROCESSES) -m "$(FAST) and not serial"
+	@$(call FORGET,$(FAST_PARALLEL_CACHE))
+	$(FAST_PARALLEL) $(TWO_PROCESSES) $(call OR_AGAIN,$(FAST_PARALLEL))
 
 test-serial: $(INSTALLED)  ## what needs Ray or a steady clock
-	$(BIN)/python -m pytest -q -m "$(FAST) and serial"
+	@$(call FORGET,$(FAST_SERIAL_CACHE))
+	$(FAST_SERIAL) $(call OR_AGAIN,$(FAST_SERIAL))
 
 test-slow: bytecode  ## the rest: several ranks, kills, restarts
 	$(MAKE) --no-print-directory -k -j 2 test-slow-parallel test-slow-serial || $(MAKE) --no-print-directory test-slow-again
 
-# Kills, restarts and deadlines beside other work: what fails is tried once more, alone, and fails if it fails again.
+# Both parts at once: what failed is tried again when both have ended.
 # SLOW_SECONDS skips what has not begun by then: CI has a limit. It fails if that is everything.
 SLOW_LIMIT = $(if $(SLOW_SECONDS),--begin-within-s $(SLOW_SECONDS))
-AGAIN := --last-failed --last-failed-no-failures none
 PARALLEL_CACHE := .pytest_cache/slow-parallel
 SERIAL_CACHE := .pytest_cache/slow-serial
 SLOW_PARALLEL := --timeout 600 --durations=30 -o cache_dir=$(PARALLEL_CACHE) -m "$(SLOW) and not serial"
 SLOW_SERIAL := --timeout 600 --durations=30 -o cache_dir=$(SERIAL_CACHE) -m "$(SLOW) and serial"
-# How a part ended: only failed tests (pytest's exit code 1) are tried again.
+# How a part ended.
 NOTE_END = && touch $(1)/passed || { code=$$?; test $$code != 1 || touch $(1)/failed; exit $$code; }
-# What failed in an earlier run is forgotten: a test over its time ends pytest with code 1 before it notes what failed.
-BEGIN = mkdir -p $(1)-end && rm -f $(1)-end/passed $(1)-end/failed $(1)/v/cache/lastfailed
+BEGIN = mkdir -p $(1)-end && rm -f $(1)-end/passed $(1)-end/failed && $(call FORGET,$(1))
 PARALLEL_END := $(PARALLEL_CACHE)-end
 SERIAL_END := $(SERIAL_CACHE)-end
 
@@ -169,8 +181,8 @@ BROWSER_CACHE := .pytest_cache/browser
 BROWSER_TESTS := $(BROWSER_VENV)/bin/python -m pytest -q -o cache_dir=$(BROWSER_CACHE) --confcutdir tests/browser -m browser tests/browser
 
 test-browser: $(BROWSER_INSTALLED)  ## the page of `podium ui` in Chromium; skipped where there is none
-	@$(call BEGIN,$(BROWSER_CACHE))
-	$(BROWSER_TESTS) || { test $$? = 1 && $(BROWSER_TESTS) $(AGAIN); }
+	@$(call FORGET,$(BROWSER_CACHE))
+	$(BROWSER_TESTS) $(call OR_AGAIN,$(BROWSER_TESTS))
 
 TRACKERS_VENV ?= .venv-trackers
 TRACKERS_INSTALLED := $(TRACKERS_VENV)/.installed

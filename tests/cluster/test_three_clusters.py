@@ -50,6 +50,18 @@ class Waiter:
         self.diary.append(f"{name} ends")
         return self.diary
 
+    async def work_until_stopped(self, name: str) -> list[str]:
+        self.diary.append(f"{name} begins")
+        while not self._stop:
+            await asyncio.sleep(0.01)
+        self.diary.append(f"{name} ends")
+        return self.diary
+
+    async def begun(self) -> None:
+        """Waits for the first call that does work."""
+        while not self.diary:
+            await asyncio.sleep(0.01)
+
     def rank(self) -> int:
         """A plain method."""
         return self.context.rank
@@ -144,11 +156,12 @@ def test_calls_reach_all_or_one_in_rank_order(kind: Kind) -> None:
 def test_a_worker_does_one_call_after_the_other_and_control_calls_beside_them(kind: Kind) -> None:
     async def body(workers: Workers) -> None:
         group = workers.role("waiter", Waiter)
-        first = asyncio.create_task(group.call_one(0, Waiter.work, "first", 0.3))
-        await asyncio.sleep(0.1)
+        first = asyncio.create_task(group.call_one(0, Waiter.work_until_stopped, "first"))
+        await group.control_one(0, Waiter.begun)
         second = asyncio.create_task(group.call_one(0, Waiter.work, "second", 0.0))
         beside = await group.control_one(0, Waiter.work, "beside", 0.0)
         assert beside.value == ["first begins", "beside begins", "beside ends"]
+        await group.control_one(0, Waiter.stop)
         await first
         assert (await second).value == [
             "first begins", "beside begins", "beside ends", "first ends", "second begins", "second ends",

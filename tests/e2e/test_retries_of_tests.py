@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ends of the slow tests `make` tries again, in a small project with this Makefile."""
+"""Which ends of the tests `make` tries again, in a small project with this Makefile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
-MARKS = ("slow", "soak", "serial", "gpu", "trl", "trackers", "jobs", "browser")
+MARKS = ("fast", "slow", "soak", "serial", "gpu", "trl", "trackers", "jobs", "browser")
+
+FILES = {"fast": "test_fast.py", "serial": "test_in_turn.py", "slow": "test_slow.py", "browser": "browser/test_page.py"}
+TARGETS = pytest.mark.parametrize("target", ["test-parallel", "test-serial", "test-slow", "test-browser"])
 
 # What each test does, by files that are there. `once`: it fails the first time that it runs.
 TESTS = """
@@ -50,9 +53,9 @@ def project(tmp_path: Path) -> Path:
     options = f'[tool.pytest.ini_options]\ntimeout = 5\ntimeout_method = "thread"\nmarkers = [{marks}]\n'
     (tmp_path / "pyproject.toml").write_text(options)
     (tmp_path / "constraints.txt").touch()
-    for folder, mark, name in (("tests", "slow", "test_slow"), ("tests/browser", "browser", "test_page")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / f"{name}.py").write_text(TESTS.format(mark=mark))
+    (tmp_path / "tests" / "browser").mkdir(parents=True)
+    for mark, file in FILES.items():
+        (tmp_path / "tests" / file).write_text(TESTS.format(mark=mark))
     (tmp_path / "tests" / "browser" / "requirements.txt").touch()
     (tmp_path / "src").mkdir()
     for venv in (".venv", ".venv-browser"):
@@ -76,14 +79,14 @@ def make(project: Path, target: str, *happens: str) -> bool:
     return done.returncode == 0
 
 
-@pytest.mark.parametrize("target", ["test-slow", "test-browser"])
+@TARGETS
 def test_a_test_that_fails_once_is_forgiven_and_one_that_fails_again_is_not(project: Path, target: str) -> None:
     assert make(project, target, "once")
     assert not make(project, target, "broken")
     assert make(project, target)
 
 
-@pytest.mark.parametrize("target", ["test-slow", "test-browser"])
+@TARGETS
 def test_tests_that_end_before_all_have_run_are_no_success(project: Path, target: str) -> None:
     """Also after a run that has noted what failed in it, which passes now."""
     assert not make(project, target, "broken")
