@@ -52,6 +52,7 @@ def _operands(row: dict[str, Any]) -> tuple[int, int]:
     return left, right
 
 
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_task(made: Path, tmp_path: Path) -> None:
     _module("make_task").make_task(tmp_path, seed=0)
     names = [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()]

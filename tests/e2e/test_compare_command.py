@@ -63,6 +63,7 @@ def test_runs_of_other_lengths_and_metrics_are_compared_where_both_have_values(t
     assert "only in b: own" in comparison.lines()
 
 
+@pytest.mark.slow
 def test_a_secret_is_shown_as_the_variable_that_has_it(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKEN", "hush-hush")
     (workspace.path / "rewards.py").write_text("def digits(answer, token): return len(answer) % 2")
@@ -76,6 +77,7 @@ def test_a_secret_is_shown_as_the_variable_that_has_it(workspace: Workspace, mon
     assert "hush-hush" not in outcome.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [0, 1])
 def test_a_folder_that_is_no_run_is_named(two: Workspace, side: int) -> None:
     folders = ["runs/slow", "runs/slow"]

@@ -83,6 +83,7 @@ def test_columns_are_renamed_without_code(pieces: Workspace) -> None:
     assert pieces.podium("train", recipe).code == 0
 
 
+@pytest.mark.slow
 def test_two_sources_are_mixed_by_weight(pieces: Workspace) -> None:
     pieces.rows("second.jsonl", [{"text": f"{n}+{n}={2 * n}"} for n in range(40)])
     recipe = pieces.recipe(

@@ -103,6 +103,7 @@ def test_sft_written_by_a_user_is_sft(user: Workspace) -> None:
     assert user.metric("custom", "loss") == user.metric("built_in", "loss")
 
 
+@pytest.mark.slow
 def test_options_and_kept_episodes_reach_program_and_ledger(user: Workspace) -> None:
     recipe = rl_recipe(user, "half", **_custom("best_half"), options={"share": 0.5})
 
@@ -144,6 +145,7 @@ def test_a_program_that_failed_is_fixed_and_the_run_continues(user: Workspace) -
     assert any(file.endswith("on_policy.py:grpo") for file in files)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     # fast: tests/unit/controller/test_on_policy_run.py and test_steps.py

@@ -148,6 +148,7 @@ def test_dpo_goes_from_a_coins_accuracy_to_nearly_all_held_out_pairs(workspace: 
     assert set(workspace.metric("sums", "rows").values()) == {16.0}
 
 
+@pytest.mark.slow
 def test_kto_learns_which_answers_are_wanted(workspace: Workspace) -> None:
     workspace.rows("train.jsonl", judged(pairs(150, 1)))
     workspace.rows("heldout.jsonl", judged(pairs(20, 2)))
@@ -203,6 +204,7 @@ def _metric_names(workspace: Workspace, run: str) -> set[str]:
     return {name for line in lines for name in json.loads(line)}
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_scores(workspace: Workspace) -> None:
     workspace.rows("train.jsonl", judged(pairs(150, 1)))
     workspace.rows("heldout.jsonl", judged(pairs(20, 2)))
@@ -282,6 +284,7 @@ def prepare(workspace: Workspace, program: str) -> None:
         save_model(workspace.path / "teacher", seed=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["dpo", pytest.param("distill", marks=pytest.mark.slow)])
 def test_a_stopped_run_continues_bit_for_bit_with_or_without_what_it_computed(
     workspace: Workspace, program: str
@@ -309,6 +312,7 @@ def test_a_stopped_run_continues_bit_for_bit_with_or_without_what_it_computed(
     assert workspace.metric("whole", "loss") == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["dpo", pytest.param("distill", marks=pytest.mark.slow)])
 def test_what_was_computed_is_used_again_until_data_or_model_change(workspace: Workspace, program: str) -> None:
     prepare(workspace, program)
@@ -462,6 +466,7 @@ def test_the_deep_check_knows_reward_models_and_distillation(workspace: Workspac
 VERBS = ("check", "train")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(
     ("program", "changes", "message"),
@@ -503,6 +508,7 @@ BAD_PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("train",), ("check", "--deep")])
 @pytest.mark.parametrize(
     ("program", "change", "message"), [*(("dpo", *bad) for bad in BAD_PAIRS), ("reward_model", *BAD_PAIRS[1])]
@@ -519,6 +525,7 @@ def test_a_bad_pair_in_the_middle_is_reported_with_its_line(
     workspace.refused(outcome, "train.jsonl, line 6: ", message, left=left)
 
 
+@pytest.mark.slow
 def test_a_teacher_or_reference_with_other_words_is_refused(workspace: Workspace) -> None:
     write_pairs(workspace, 8)
     save_model(workspace.path / "other")

@@ -62,6 +62,7 @@ def text_of(outcome: Outcome) -> str:
     return " ".join((outcome.out + outcome.err).split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [True, False])
 def test_training_goes_on_over_a_full_disk_and_saves_when_there_is_room_again(
     workspace: Workspace, runs: Path, after_step: Callable[[AtStep], None], background: bool
@@ -95,6 +96,7 @@ def test_training_goes_on_over_a_full_disk_and_saves_when_there_is_room_again(
     assert json.loads((runs / "sums" / "run.json").read_text())["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_last_step_that_cannot_be_saved_is_an_error_and_is_repeated_by_resume(
     workspace: Workspace, runs: Path, after_step: Callable[[AtStep], None]
 ) -> None:
@@ -173,6 +175,7 @@ def episodes(run: Path) -> list[tuple[Any, ...]]:
         file.close()
 
 
+@pytest.mark.slow
 def test_an_on_policy_run_goes_on_over_a_full_disk_with_every_episode_in_the_ledger_once(
     workspace: Workspace, runs: Path, after_step: Callable[[AtStep], None]
 ) -> None:
@@ -199,6 +202,7 @@ def test_an_on_policy_run_goes_on_over_a_full_disk_with_every_episode_in_the_led
     verify_steps(run / "steps", 7, reader.record["extras"]["record"])
 
 
+@pytest.mark.slow
 def test_an_on_policy_run_makes_its_removed_folder_again(
     workspace: Workspace, after_step: Callable[[AtStep], None]
 ) -> None:
@@ -224,6 +228,7 @@ def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["sft", "grpo"])
 @pytest.mark.parametrize("damage", [flip, truncate])
 def test_every_command_that_reads_a_checkpoint_notices_a_damaged_one(

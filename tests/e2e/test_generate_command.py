@@ -94,6 +94,7 @@ def test_greedy_answers_are_those_of_transformers(workspace: Workspace) -> None:
         np.testing.assert_allclose(each["logprobs"], logprobs.gather(1, theirs[:, None])[:, 0], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_answer_does_not_depend_on_its_company_and_a_file_grows_by_rows_and_samples(workspace: Workspace) -> None:
     assert generate(workspace, "--samples", "3", *SHORT, out="whole.jsonl").code == 0
     assert generate(workspace, "--limit", "2", *SHORT).code == 0
@@ -166,6 +167,7 @@ def test_a_csv_with_renamed_columns_is_read(workspace: Workspace) -> None:
     assert [(each["prompt"], each["reference"]) for each in found] == [("1+1=", "2"), ("2+2=", "4")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -215,6 +217,7 @@ assert {"torch", "transformers", "ray"}.isdisjoint(sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_mistakes_are_reported_before_anything_heavy_is_imported(workspace: Workspace) -> None:
     command = [sys.executable, "-c", MISTAKES, str(workspace.model)]
     done = subprocess.run(command, cwd=workspace.path, capture_output=True, text=True, timeout=120)

@@ -42,6 +42,7 @@ def test_replay_is_on_in_grpo_and_podium_replay_repeats_it(workspace: Workspace)
     assert "identical" in outcome.out
 
 
+@pytest.mark.slow
 def test_off_leaves_it_out_and_a_dense_model_refuses_on(workspace: Workspace) -> None:
     outcome = workspace.podium("train", rl_recipe(workspace, model=MODEL, steps=1, rollout={"router_replay": "off"}))
     assert outcome.code == 0, outcome
@@ -74,6 +75,7 @@ class Dialogue:
 """
 
 
+@pytest.mark.slow
 def test_episodes_of_several_turns_are_replayed_whole(workspace: Workspace) -> None:
     """Of every position that goes through the model, as many choices are compared as the routers make."""
     (workspace.path / "dialogue.py").write_text(DIALOGUE)

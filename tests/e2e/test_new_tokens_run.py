@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 import transformers
 
 from helpers.tiny import tiny_tokenizer
@@ -11,6 +12,7 @@ from helpers.workspace import Workspace
 ITEMS = ("<item_1>", "<item_2>", "<item_3>")
 
 
+@pytest.mark.slow
 def test_items_are_learned_resumed_exported_and_known_to_plain_transformers(workspace: Workspace) -> None:
     rows = [{"prompt": f"what is {number}?", "completion": item} for number, item in enumerate(ITEMS)]
     workspace.rows("items.jsonl", rows * 8)

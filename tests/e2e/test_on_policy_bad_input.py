@@ -84,6 +84,7 @@ def assert_finite(found: dict[int, dict[str, float]]) -> None:
 # --- rewards ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "deed", [each if each in ("raises", "hangs") else pytest.param(each, marks=pytest.mark.slow) for each in DEEDS]
 )
@@ -116,6 +117,7 @@ def test_a_reward_that_fails_counts_as_zero_where_the_recipe_says_so(workspace: 
     assert [row[7] for row in ledger(workspace.path / "runs/sums")][:4] == [0.0] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deed", ["raises", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_a_reward_that_fails_stops_the_run_where_the_recipe_says_so(workspace: Workspace, deed: str) -> None:
     code, message = DEEDS[deed]
@@ -162,6 +164,7 @@ def test_a_step_of_which_every_group_is_left_out_changes_nothing_and_the_run_con
         assert "loss" not in values
 
 
+@pytest.mark.slow
 def test_equal_rewards_teach_nothing_and_break_nothing(workspace: Workspace) -> None:
     said(workspace, with_rewards(workspace, function="constant"))
     found = numbers(workspace.path / "runs/sums")
@@ -188,6 +191,7 @@ def test_dynamic_sampling_gives_up_where_all_rewards_are_equal(workspace: Worksp
     assert values["episodes/learned_from"] == 0
 
 
+@pytest.mark.slow
 def test_rewards_that_float32_cannot_hold_do_not_reach_the_weights_and_stop_the_run(workspace: Workspace) -> None:
     recipe = with_rewards(
         workspace, function="huge", optimizer={"max_skipped_in_a_row": 2}, steps=5,
@@ -201,11 +205,13 @@ def test_rewards_that_float32_cannot_hold_do_not_reach_the_weights_and_stop_the_
     assert RunFolder.open(workspace.path / "runs/sums").status == "failed"
 
 
+@pytest.mark.slow
 def test_a_reward_that_ends_its_process_is_reported(workspace: Workspace) -> None:
     outcome = workspace.podium("train", with_rewards(workspace, function="leaves"))
     workspace.refused(outcome, "16 of 16 ", "step 1 ", "leaves ", "SystemExit: 3")
 
 
+@pytest.mark.slow
 def test_a_verifier_whose_rows_have_no_reference(workspace: Workspace) -> None:
     workspace.rows("train.jsonl", [{"prompt": f"what is {number}+1?"} for number in range(20)])
     outcome = workspace.podium("train", rl_recipe(workspace, reward=[{"verifier": "exact_match"}]))
@@ -239,6 +245,7 @@ def test_a_prompt_that_is_too_long_is_left_out_and_counted_or_refused(workspace:
 # --- recipes and plug-ins ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(
     ("section", "message"),
@@ -260,6 +267,7 @@ def test_a_reward_that_is_unavailable_is_found_before_anything_starts(
     workspace.refused(workspace.podium(verb, rl_recipe(workspace, reward=[section])), *message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(
     ("changes", "message"),
@@ -311,6 +319,7 @@ def loss_mean(tokens):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -326,6 +335,7 @@ def test_a_custom_estimator_that_is_wrong_is_reported(workspace: Workspace, name
     workspace.refused(outcome, f"algorithm.advantage: {workspace.path}/own.py:{name} ", message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -374,12 +384,14 @@ def test_a_critic_with_another_vocabulary_is_refused(workspace: Workspace) -> No
     workspace.refused(outcome, "other", "vocabulary")
 
 
+@pytest.mark.slow
 def test_a_language_model_as_a_reward_model_is_refused(workspace: Workspace) -> None:
     path = other_model(workspace.path / "other", vocabulary=len(tiny_tokenizer()))
     outcome = workspace.podium("train", rl_recipe(workspace, reward=[{"model": path}]))
     workspace.refused(outcome, "other ", "`score.weight`")
 
 
+@pytest.mark.slow
 def test_a_reward_model_of_several_labels_is_refused(workspace: Workspace) -> None:
     config = tiny_config("llama", vocab_size=len(tiny_tokenizer()), num_labels=3)
     transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(workspace.path / "three")

@@ -36,6 +36,7 @@ def saved_tensors(run: Path, folder: str = "checkpoints") -> set[str]:
         return set(file.keys())
 
 
+@pytest.mark.slow
 def test_grpo_trains_the_adapter_alone_on_the_learners_own_modules(workspace: Workspace) -> None:
     outcome = workspace.podium("train", rl_recipe(workspace, model=adapted(workspace)))
     run = workspace.path / "runs" / "sums"
@@ -65,6 +66,7 @@ def test_grpo_with_an_adapter_learns(workspace: Workspace) -> None:
     assert sum(rewards[-4:]) / 4 > sum(rewards[:2]) / 2 + 0.1, rewards
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["loss", pytest.param("reward", marks=pytest.mark.slow)])
 def test_the_base_as_reference_gives_the_numbers_of_a_second_model(workspace: Workspace, where: str) -> None:
     """Without a reference of its own the policy scores with its adapter off, and no other model is placed."""

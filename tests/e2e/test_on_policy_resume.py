@@ -187,6 +187,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 def test_what_would_make_another_run_of_it_is_refused(workspace: Workspace) -> None:
     run = done(workspace, "train", rl_recipe(workspace, "run", steps=2, checkpoint={"every": 1}))
     before = numbers(run)

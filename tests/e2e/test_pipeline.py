@@ -233,6 +233,7 @@ def test_ctrl_c_stops_the_pipeline_and_says_how_to_go_on(workspace: Workspace, w
     assert losses(workspace.path / "runs" / "chain" / "b") == _unbroken(workspace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
     [
@@ -315,6 +316,7 @@ def test_mistakes_of_any_stage_are_reported_before_the_first_one_runs(
     workspace.refused(workspace.podium("train", file), *message)
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_is_named_with_how_to_go_on(workspace: Workspace) -> None:
     rows = (workspace.path / "train.jsonl").read_text().splitlines()
     (workspace.path / "bad.jsonl").write_text("\n".join([*rows[:9], "{oops"]))
@@ -331,6 +333,7 @@ def test_a_stage_that_fails_is_named_with_how_to_go_on(workspace: Workspace) -> 
     assert done("runs/chain") == {"a": "skipped", "b": "trained"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -388,6 +391,7 @@ def test_check_tells_the_order_and_looks_at_every_stage(workspace: Workspace) ->
     assert not (workspace.path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_pipelines_folder_may_be_moved(finished: Workspace) -> None:
     (finished.path / "elsewhere").mkdir()
     (finished.path / "runs/chain").rename(finished.path / "elsewhere/moved")
@@ -431,6 +435,7 @@ def test_a_run_on_exported_weights_shows_their_whole_descent(finished: Workspace
     assert finished.podium("show", "mine").out.startswith("exported model: mine\nmade by:        sft, step 2 of ")
 
 
+@pytest.mark.slow
 def test_show_imports_nothing_heavy(finished: Workspace) -> None:
     script = (
         "import sys, podium.cli; podium.cli.app(['show', 'runs/chain'], standalone_mode=False); "

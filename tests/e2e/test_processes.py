@@ -70,6 +70,7 @@ def test_a_bug_in_a_users_code_on_a_rank_comes_with_its_traceback_once(workspace
     assert not (workspace.path / "runs" / "sums").exists()
 
 
+@pytest.mark.slow
 def test_the_installed_command_prints_errors_to_stderr_and_exits_2(workspace: Workspace) -> None:
     command = Path(sys.executable).parent / "podium"
     if not command.exists():

@@ -51,6 +51,7 @@ def test_a_replay_is_identical_and_evaluates_nothing(workspace: Workspace, recor
     assert (workspace.path / "again" / "here" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_replay_that_differs_says_where(
     workspace: Workspace, recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_replay_that_differs_says_where(
     assert "step 4: " in outcome.out  # the loss of step 3 is of the weights before its update
 
 
+@pytest.mark.slow
 def test_an_interrupted_and_resumed_run_is_replayed_from_its_beginning(workspace: Workspace, recorded: Path) -> None:
     """The replay goes as far as the last checkpoint."""
     outcome = workspace.podium("resume", "runs/sums", "--set", "steps=6")
@@ -75,6 +77,7 @@ def test_an_interrupted_and_resumed_run_is_replayed_from_its_beginning(workspace
     assert outcome.code == 0, outcome
 
 
+@pytest.mark.slow
 def test_tampering_is_refused_before_anything_starts(workspace: Workspace, recorded: Path) -> None:
     path = step_path(recorded / "steps", 2)
     content = path.read_bytes()
@@ -84,6 +87,7 @@ def test_tampering_is_refused_before_anything_starts(workspace: Workspace, recor
     workspace.refused(workspace.podium("replay", "runs/sums"), path.name, "1, 3 to 4", left=("sums",))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_replayed_is_refused(workspace: Workspace, recorded: Path) -> None:
     values = yaml.safe_load((recorded / "recipe.yaml").read_text())
     changed = {**values, "optimizer": {**values["optimizer"], "lr": 1.0}}

@@ -135,6 +135,7 @@ class Dialogue:
 """
 
 
+@pytest.mark.slow
 def test_turns_of_an_agent_are_apart_and_only_its_own_tokens_are_trained(workspace: Workspace) -> None:
     (workspace.path / "dialogue.py").write_text(DIALOGUE)
     run = trained(workspace, steps=2, run=KEEP_ALL, environment={"environment": "dialogue.py:Dialogue", "max_turns": 3})
@@ -159,6 +160,7 @@ def test_turns_of_an_agent_are_apart_and_only_its_own_tokens_are_trained(workspa
         assert episode.reward == pytest.approx(episode.rewards["digits"] + episode.rewards["environment"])
 
 
+@pytest.mark.slow
 def test_processes_of_user_code_end_with_their_run_and_not_with_the_garbage_collector(workspace: Workspace) -> None:
     (workspace.path / "dialogue.py").write_text(DIALOGUE)
     gc.collect()
@@ -170,6 +172,7 @@ def test_processes_of_user_code_end_with_their_run_and_not_with_the_garbage_coll
         gc.enable()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_files_of_an_unbroken_one(workspace: Workspace) -> None:
     steps = {"checkpoint": {"every": 2, "keep": 9}, "run": {"rollouts": {"per_step": 8}}}
     whole = trained(workspace, "whole", steps=5, **steps)

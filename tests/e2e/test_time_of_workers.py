@@ -52,6 +52,7 @@ def trained(workspace: Workspace, **changes: Any) -> Path:
     return workspace.path / "runs" / "sums"
 
 
+@pytest.mark.slow
 def test_a_small_run_is_accounted_and_its_engine_is_summed_up(workspace: Workspace) -> None:
     heldout = [json.loads(line) for line in (workspace.path / "train.jsonl").read_text().splitlines()[:4]]
     workspace.rows("heldout.jsonl", heldout)
@@ -71,6 +72,7 @@ def test_a_small_run_is_accounted_and_its_engine_is_summed_up(workspace: Workspa
     assert all(each.seconds > 0 and each.worker.startswith("train[0]") and each.tokens <= 6 for each in slowest)
 
 
+@pytest.mark.slow
 def test_a_slow_reward_is_named(workspace: Workspace) -> None:
     (workspace.path / "slow.py").write_text(SLOW_REWARD)
     by_kind = times_of(trained(workspace, steps=2, reward=[{"function": "slow.py:slow"}]))
@@ -78,6 +80,7 @@ def test_a_slow_reward_is_named(workspace: Workspace) -> None:
     assert by_kind["train"].seconds["waiting for grading"] > 0.5
 
 
+@pytest.mark.slow
 def test_a_slow_tool_is_named(workspace: Workspace) -> None:
     (workspace.path / "patient.py").write_text(SLOW_TOOL)
     by_kind = times_of(
@@ -87,6 +90,7 @@ def test_a_slow_tool_is_named(workspace: Workspace) -> None:
     assert by_kind["runners"].seconds["waiting for tools"] > 2.5  # four turns of 0.8 s, all episodes at once
 
 
+@pytest.mark.slow
 def test_one_long_episode_is_named(workspace: Workspace) -> None:
     """In every step one prompt needs many turns, and the others one."""
     rows = [

@@ -46,6 +46,7 @@ def require_nesting(spans: list[Mapping[str, Any]]) -> None:
         ends.append(end)
 
 
+@pytest.mark.slow
 def test_a_run_on_policy_has_the_controller_and_its_workers(workspace: Workspace) -> None:
     assert workspace.podium("train", rl_recipe(workspace, steps=3)).code == 0
     outcome = workspace.podium("trace", "runs/sums", "-o", "trace.json")
@@ -75,6 +76,7 @@ def test_a_run_on_policy_has_the_controller_and_its_workers(workspace: Workspace
     assert [event["args"]["reward/mean"] for event in events if event["name"] == "reward/mean"]
 
 
+@pytest.mark.slow
 def test_a_run_of_ranks_and_its_continuation_are_one_trace(workspace: Workspace) -> None:
     recipe = workspace.recipe(steps=4, checkpoint={"every": 2})
     assert workspace.podium("train", recipe).code == 0

@@ -73,6 +73,7 @@ def _continues_as_if_nothing_happened(workspace: Workspace, failed: str, whole: 
         assert ledger(runs / failed) == ledger(runs / whole)
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_at_step_3_costs_no_step(workspace: Workspace) -> None:
     assert workspace.podium("train", _grpo(workspace, "whole")).code == 0
     _down(workspace, True)
@@ -91,6 +92,7 @@ def test_a_reward_that_fails_at_step_3_costs_no_step(workspace: Workspace) -> No
     _continues_as_if_nothing_happened(workspace, "failed", "whole")
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_in_the_first_step_leaves_no_folder_and_says_so(workspace: Workspace) -> None:
     _down(workspace, True)
     recipe = _grpo(workspace, "failed")
@@ -217,6 +219,7 @@ def _failing(workspace: Workspace, signal: str, name: str, *, fails_in: int, eve
 
 @pytest.mark.parametrize(("signal", "line"), [("on_policy", 10), ("fixed", 20)])
 class TestACustomProgramThatRaises:
+    @pytest.mark.slow
     def test_is_named_with_its_line_and_the_step_that_remains(
         self, workspace: Workspace, signal: str, line: int
     ) -> None:
@@ -234,6 +237,7 @@ class TestACustomProgramThatRaises:
         state = json.loads((workspace.path / "runs/failed/run.json").read_text())
         assert "KeyError" in state["error"]
 
+    @pytest.mark.slow
     def test_is_warned_of_at_the_start_where_only_the_end_is_saved(
         self, workspace: Workspace, signal: str, line: int
     ) -> None:
@@ -318,6 +322,7 @@ class TestRanksThatFail:
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_before_its_first_step_leaves_no_folder_and_says_so(workspace: Workspace) -> None:
     """Ctrl-C during start-up advised to resume what cannot be resumed."""
     lines = ["async def stopped(run):", "    run._parts.folder.stop_file.touch()", "    async for step in run.steps():"]

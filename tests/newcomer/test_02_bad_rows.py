@@ -164,6 +164,7 @@ def test_a_run_that_a_bad_row_ended_goes_on_with_skipping(workspace: Workspace) 
     assert len(workspace.metric("sums", "loss")) == 12
 
 
+@pytest.mark.slow
 def test_changed_data_is_refused_with_the_option_that_accepts_it_and_recorded(workspace: Workspace) -> None:
     file = write(workspace.path / "train.jsonl", {20: NULL}, count=24)
     recipe = workspace.recipe(

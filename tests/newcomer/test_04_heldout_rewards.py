@@ -183,6 +183,7 @@ def test_a_parameter_that_an_option_or_a_column_fills_is_no_mistake(
     assert outcome.code == 0, outcome.err
 
 
+@pytest.mark.slow
 def test_answers_that_cannot_be_scored_are_missing_in_every_mean(workspace: Workspace) -> None:
     heldout = [{**row, "judge": "down" if number == 0 else "up"} for number, row in enumerate(HELDOUT)]
 
@@ -196,6 +197,7 @@ def test_answers_that_cannot_be_scored_are_missing_in_every_mean(workspace: Work
     assert last["heldout/unscored"] == 1.0
 
 
+@pytest.mark.slow
 def test_without_any_score_there_is_none(workspace: Workspace) -> None:
     heldout = [{**row, "judge": "down"} for row in HELDOUT]
 

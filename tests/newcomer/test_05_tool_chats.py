@@ -186,6 +186,7 @@ def agent(workspace: Workspace) -> Workspace:
     return workspace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("train",), ("check", "--deep")])
 def test_grpo_refuses_a_template_that_hides_the_tools_before_step_1(
     agent: Workspace, arguments: tuple[str, ...]

@@ -31,6 +31,7 @@ def warnings(watch: GapWatch, *means: float) -> list[int]:
 
 
 class TestSelfCheck:
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", SUPPORTED)
     def test_two_plain_forwards_differ_by_rounding_alone(self, tmp_path: Path, name: str) -> None:
         """Else the floor would hide what the check looks for."""

@@ -178,6 +178,7 @@ def _warned(out: str) -> int:
     return out.count("warning: steps ")
 
 
+@pytest.mark.slow
 def test_an_on_policy_run_warns_of_a_constant_reward(workspace: Workspace) -> None:
     (workspace.path / "rewards.py").write_text("def constant(answer):\n    return 0.25\n")
 
@@ -199,6 +200,7 @@ def test_a_run_on_fixed_data_warns_of_a_loss_that_stands_still(workspace: Worksp
     assert _warned(outcome.out) == 1
 
 
+@pytest.mark.slow
 def test_ordinary_runs_say_nothing(workspace: Workspace) -> None:
     outcome = workspace.podium("train", workspace.recipe(steps=6))
     assert outcome.code == 0, outcome.err

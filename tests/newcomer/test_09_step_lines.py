@@ -137,6 +137,7 @@ def test_only_a_share_is_a_percentage(fields: dict[str, Any], text: str) -> None
     assert view.headline() == [f"evaluation at step 1  {text}"]
 
 
+@pytest.mark.slow
 def test_a_mean_reward_is_a_number_in_a_run(workspace: Workspace) -> None:
     heldout = {"heldout": [{"path": "train.jsonl"}], "train": [{"path": "train.jsonl"}]}
     recipe = rl_recipe(workspace, steps=1, data=heldout, evaluation={"generation": {"prompts": 4}})

@@ -196,6 +196,7 @@ def f(answer, *, key):
 """
 
 
+@pytest.mark.slow
 def test_no_secret_is_stored_by_a_controlled_run(workspace: Workspace) -> None:
     workspace.monkeypatch.setenv("SECRET", SECRET)
     (workspace.path / "rewards.py").write_text(REWARD, encoding="utf-8")
@@ -240,6 +241,7 @@ SHORT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", SHORT)
 def test_one_stands_for_a_list_of_one_also_in_the_schema(program: str) -> None:
     values = {**recipe_values(f"program={program}"), **SHORT[program]}

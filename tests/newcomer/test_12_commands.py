@@ -51,6 +51,7 @@ def cells(lines: list[str]) -> list[list[str]]:
 # --- help and completion ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_h_is_help(workspace: Workspace, command: str) -> None:
     outcome = workspace.podium(*command.split(), "-h")
@@ -64,6 +65,7 @@ def test_every_command_is_known() -> None:
     assert {"train", "resume", "check", "evaluate", "export", "list", "show", "init"} <= set(COMMANDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_shown_for_a_shell(tmp_path: Path, shell: str) -> None:
     done = subprocess.run(
@@ -76,6 +78,7 @@ def test_completion_is_shown_for_a_shell(tmp_path: Path, shell: str) -> None:
     assert "COMPLETE" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_shell_completes_commands_and_run_folders(tmp_path: Path) -> None:
     make_run(tmp_path / "runs", "first", [])
     make_run(tmp_path / "runs", "second", [])
@@ -190,6 +193,7 @@ def test_a_run_itself_is_not_a_list(tmp_path: Path) -> None:
         api.list_runs(run.path)
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_one_line(workspace: Workspace) -> None:
     (workspace.path / "chain.yaml").write_text(
         f"""

@@ -126,6 +126,7 @@ ON_POLICY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
@@ -158,6 +159,7 @@ def test_an_on_policy_run_has_the_rewards_of_its_training_bit_for_bit(workspace:
     assert fingerprint(workspace.path / "runs") == before
 
 
+@pytest.mark.slow
 def test_a_model_is_graded_by_the_rewards_of_a_recipe(workspace: Workspace) -> None:
     """The result has every answer; the console shows the first."""
     evaluation = {"generation": {"prompts": 5, "max_new_tokens": 2, "show": 1}}

@@ -58,6 +58,7 @@ def write_rows(path: Path, row: dict[str, Any], count: int = 8) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_columns_choose_the_program_and_the_check_accepts_it(workspace: Workspace, name: str) -> None:
     row, method, _ = FILES[name]
@@ -84,6 +85,7 @@ def test_columns_of_other_names_are_renamed(tmp_path: Path, name: str) -> None:
     assert "number" in unread_columns(data, method)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_program_can_be_named(workspace: Workspace, method: str) -> None:
     row = {"prompt": "1+1=", "completion": "2"}

@@ -62,6 +62,7 @@ class Caller(ToolEnvironment):
 """
 
 
+@pytest.mark.slow
 def test_episodes_are_shown_with_turns_masks_rewards_and_times(workspace: Workspace) -> None:
     recipe = rl_recipe(workspace, "sums")
 
@@ -76,6 +77,7 @@ def test_episodes_are_shown_with_turns_masks_rewards_and_times(workspace: Worksp
     assert not (workspace.path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_what_is_shown_is_what_would_be_trained(workspace: Workspace) -> None:
     """The first step of the run has the same prompts, tokens and rewards."""
     trial = podium.try_recipe(rl_recipe(workspace, "sums"), prompts=4, samples=4)
@@ -95,6 +97,7 @@ def test_a_reward_that_fails_is_named_with_file_and_line(workspace: Workspace) -
     assert outcome.out.count("sample ") == 4
 
 
+@pytest.mark.slow
 def test_an_environment_is_played(workspace: Workspace) -> None:
     (workspace.path / "echo.py").write_text(ENVIRONMENT)
     recipe = rl_recipe(workspace, "sums", environment={"environment": "echo.py:Echo", "max_turns": 2})
@@ -117,6 +120,7 @@ def test_an_environment_that_fails_is_named_with_file_and_line(workspace: Worksp
     workspace.refused(outcome, "4 of 4", "ZeroDivisionError", "echo.py, line 13")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fact", "line"),
     [
@@ -137,6 +141,7 @@ def test_an_environment_that_returns_another_type_is_named_with_file_and_line(
     assert fact in str(episode.error)
 
 
+@pytest.mark.slow
 def test_a_tool_that_raises_is_shown_and_ends_the_command_with_2(workspace: Workspace) -> None:
     (workspace.path / "tools.py").write_text(TOOLS)
     environment = {"environment": "tools.py:Caller", "max_turns": 1, "hidden_tools": True}
@@ -164,6 +169,7 @@ def test_a_tool_that_fails_is_named_with_file_and_line_and_the_model_reads_no_pa
     assert ".py" not in str(outcome.messages)
 
 
+@pytest.mark.slow
 def test_a_stand_in_has_the_place_of_a_model_that_does_not_fit(workspace: Workspace, tmp_path: Path) -> None:
     """Only its tokenizer is read: there are no weights."""
     folder = tmp_path / "large"
@@ -179,6 +185,7 @@ def test_a_stand_in_has_the_place_of_a_model_that_does_not_fit(workspace: Worksp
     assert outcome.out.count("sample ") == 4
 
 
+@pytest.mark.slow
 def test_equal_rewards_are_pointed_out(workspace: Workspace) -> None:
     (workspace.path / "rewards.py").write_text("def digits(answer, reference):\n    return 1.0\n")
 

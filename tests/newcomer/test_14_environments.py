@@ -102,6 +102,7 @@ def test_the_docs_environment_runs_from_rows_without_a_prompt(workspace: Workspa
     assert "number please" in (workspace.path / "runs/sums/samples.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_a_row_without_a_prompt_needs_an_environment_that_begins(workspace: Workspace) -> None:
     (workspace.path / "games.py").write_text(block_with("class HigherLower").replace("return Observation(", "return ("))
     workspace.rows("train.jsonl", [{"seed": number} for number in range(8)])
@@ -115,6 +116,7 @@ def test_a_row_without_a_prompt_needs_an_environment_that_begins(workspace: Work
     assert "reset" in str(trial.episodes[0].error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "facts"),
     [
@@ -159,6 +161,7 @@ def test_options_that_the_environment_takes_are_no_mistake(workspace: Workspace,
     assert outcome.code == 0, outcome.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "named"), [({"larges": 5}, "options.larges"), ({}, "`largest`")])
 def test_an_environment_that_inherits_its_init_from_another_file_is_refused_before_the_first_episode(
     workspace: Workspace, options: dict[str, Any], named: str

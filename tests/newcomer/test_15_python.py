@@ -127,6 +127,7 @@ def test_rows_keep_numbers_of_numpy_and_refuse_what_json_has_not(tmp_path: Path)
 # --- functions and classes ---
 
 
+@pytest.mark.slow
 def test_an_on_policy_run_takes_a_reward_and_a_logger_inside_an_event_loop(workspace: Workspace) -> None:
     seen: list[int] = []
 
@@ -286,6 +287,7 @@ def test_a_check_leaves_nothing_behind(workspace: Workspace) -> None:
     assert set(workspace.path.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_a_trial_leaves_nothing_behind(workspace: Workspace) -> None:
     before = set(workspace.path.rglob("*"))
     trial = podium.try_recipe(grpo(workspace.model, reward=lambda answer, reference: 1.0), prompts=1, samples=1)
@@ -293,6 +295,7 @@ def test_a_trial_leaves_nothing_behind(workspace: Workspace) -> None:
     assert set(workspace.path.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_a_trial_takes_rows_and_a_reward_beside_the_recipe(workspace: Workspace) -> None:
     rows = [{"prompt": "of mine", "answer": "1"}]
     trial = podium.try_recipe(
@@ -396,6 +399,7 @@ MISTAKES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_every_mistake_is_an_error_of_podium(workspace: Workspace, name: str) -> None:
     with pytest.raises(PodiumError):
@@ -468,6 +472,7 @@ def test_a_coroutine_runs_beside_a_running_loop_and_signals_are_heard_while_it_d
     assert handlers == [threading.get_ident()]
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_a_notebook_saves_and_stops_the_run(workspace: Workspace) -> None:
     def interrupt(metrics: StepMetrics) -> None:
         if metrics.step == 1:

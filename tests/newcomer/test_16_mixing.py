@@ -111,6 +111,7 @@ def test_waiting_examples_keep_their_source_in_a_checkpoint_and_old_ones_have_no
     assert [each.source for each in decode(values, old).waiting] == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["sft", "dpo", "kto", "reward_model", "scores", "distill"])
 def test_losses_of_sources_make_up_the_loss(workspace: Workspace, program: str) -> None:
     outcome = workspace.podium("train", recipe(workspace, program))

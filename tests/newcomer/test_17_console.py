@@ -219,6 +219,7 @@ def test_a_run_on_fixed_data_keeps_what_it_showed_and_a_resumed_one_appends(work
     assert "resumed after step 2" in both
 
 
+@pytest.mark.slow
 def test_an_on_policy_run_keeps_what_it_showed(workspace: Workspace) -> None:
     outcome = workspace.podium("train", rl_recipe(workspace, steps=2))
 
@@ -226,6 +227,7 @@ def test_an_on_policy_run_keeps_what_it_showed(workspace: Workspace) -> None:
     assert (workspace.path / "runs/sums/console.log").read_text() == outcome.out
 
 
+@pytest.mark.slow
 def test_the_end_of_a_failed_run_is_recorded(workspace: Workspace) -> None:
     (workspace.path / "rewards.py").write_text(
         "calls = []\n"

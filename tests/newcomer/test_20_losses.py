@@ -95,6 +95,7 @@ def weights(run: Path) -> dict[str, bytes]:
 # --- the built-in formula, written as a plug-in ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["cross_entropy", "cross_entropy_of_documents"])
 def test_cross_entropy_as_a_plug_in_gives_the_same_weights_bit_for_bit(
     tiny_folder: Path, place: Path, tmp_path: Path, loss: str
@@ -135,6 +136,7 @@ def test_a_plug_in_on_two_ranks_is_the_built_in_loss_on_two_ranks(
     assert list(losses(alone.folder).values()) == pytest.approx(list(losses(own.folder).values()), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_plug_in_does_not_depend_on_micro_batches_and_resumes_exactly(
     tiny_folder: Path, place: Path, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ LONG = 150
 LONG_PROMPT = tuple(range(1, 101))
 
 
+@pytest.mark.slow
 def test_all_requests_end_once_also_when_they_outnumber_the_places(
     engine_factory: EngineFactory, rollout_folder: Path
 ) -> None:
@@ -46,6 +47,7 @@ def test_all_requests_end_once_also_when_they_outnumber_the_places(
         assert found[request.id].num_tokens == request.sampling.max_new_tokens
 
 
+@pytest.mark.slow
 def test_answers_are_right_when_the_cache_is_too_small_for_all_at_once(
     engine_factory: EngineFactory, rollout_folder: Path, judge: Judge
 ) -> None:
@@ -110,6 +112,7 @@ def test_cancelling_gives_what_has_been_sampled(engine: RolloutEngine) -> None:
     assert len(cut.logprobs_L) == len(cut.versions_L) == cut.num_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kept", "temperature"),
     [
@@ -161,6 +164,7 @@ def test_a_pause_that_lasts_longer_than_the_deadline_raises(engine: RolloutEngin
     assert len(list(engine.results(deadline_s=DEADLINE_S))) == 1
 
 
+@pytest.mark.slow
 def test_a_pause_stops_generation_and_resuming_gives_the_same_tokens(engine: RolloutEngine) -> None:
     request = ask(0, new=LONG)
     expected = answer(engine, request).tokens_L.tolist()
@@ -189,6 +193,7 @@ def test_a_reader_that_waits_in_a_pause_continues_when_another_thread_resumes(en
     resuming.result(DEADLINE_S)
 
 
+@pytest.mark.slow
 def test_areal_1569_after_an_update_between_steps_every_token_is_of_the_version_it_names(
     engine: RolloutEngine, judge: Judge, other_judge: Judge
 ) -> None:
@@ -216,6 +221,7 @@ def test_areal_1569_after_an_update_between_steps_every_token_is_of_the_version_
             np.testing.assert_allclose(completion.logprobs_L[part], by.logprobs_L(completion)[part], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 def test_what_begins_after_an_update_finds_nothing_of_older_weights(
     engine_factory: EngineFactory, rollout_folder: Path, judge: Judge, other_judge: Judge, in_flight: InFlight
@@ -271,6 +277,7 @@ def _interrupted(weights: Weights) -> Weights:
     return Weights(weights.tensors_by_name, stop_after=9, error=RolloutError("the sender is gone"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "named"),
     [
@@ -304,6 +311,7 @@ def test_wrong_weights_are_refused_and_nothing_is_sampled_until_right_ones_come(
     assert answer(engine, ask(2, new=9, temperature=0.0)).tokens_L.tolist() == other_judge.greedy(PROMPT, 9)
 
 
+@pytest.mark.slow
 def test_sleeping_keeps_answers_under_way(engine: RolloutEngine) -> None:
     requests = [ask(0, new=3), ask(1, new=LONG), ask(2, LONG_PROMPT, new=LONG)]
     expected = {each: completion.tokens_L.tolist() for each, completion in answers(engine, requests).items()}
@@ -374,6 +382,7 @@ def test_a_request_larger_than_the_whole_cache_is_refused_alone(
     assert found[ask(2).id].finish == "length"
 
 
+@pytest.mark.slow
 def test_logits_that_are_not_numbers_end_their_own_answer_only(
     engine_factory: EngineFactory, untied_folder: Path
 ) -> None:
@@ -429,6 +438,7 @@ def test_load_counts(engine_factory: EngineFactory, rollout_folder: Path) -> Non
     assert done.cache_tokens_kept > 0
 
 
+@pytest.mark.slow
 def test_any_schedule_of_cancels_pauses_updates_and_naps_ends_every_request_once(
     engine_factory: EngineFactory, rollout_folder: Path, judge: Judge, other_judge: Judge
 ) -> None:

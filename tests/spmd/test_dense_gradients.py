@@ -314,6 +314,7 @@ def alone(task: DenseTask) -> dict[str, Stepped]:
     return dense_on(one_rank(), task)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_gradient_is_that_of_a_plain_padded_implementation(
     task: DenseTask, alone: dict[str, Stepped], name: str
@@ -327,6 +328,7 @@ def test_the_gradient_is_that_of_a_plain_padded_implementation(
     assert distance(found, wanted) < SAME
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

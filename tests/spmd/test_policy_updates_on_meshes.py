@@ -99,6 +99,7 @@ def several(request: pytest.FixtureRequest) -> dict[str, UpdateResult]:
     return found[str(request.param)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["full", "adapter"])
 def test_ranks_together_have_the_gradients_and_losses_of_one(
     alone: dict[str, UpdateResult], several: dict[str, UpdateResult], model: str

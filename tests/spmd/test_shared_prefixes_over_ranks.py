@@ -55,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DENSE)
 def test_programs_with_fixed_data_have_the_gradient_of_whole_documents(folder: Path, name: str) -> None:
     """Chosen and rejected share their prompt; other rows share what they happen to."""

@@ -30,6 +30,7 @@ def on_two_ranks(folder: Path) -> RankCall:
     return mesh_rank, (MeshTask(shapes=SHAPES, models=models, adapted=models, saves=folder / "saved"),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name_of(sizes) for sizes in SHAPES])
 def test_two_ranks_have_the_gradients_losses_and_weights_of_one(
     folder: Path, two_ranks: dict[str, OnMesh], name: str

@@ -94,12 +94,14 @@ def test_checking_a_recipe_imports_nothing_heavy_and_answers_at_once(tmp_path: P
     assert answer["seconds"] < 1.0
 
 
+@pytest.mark.slow
 def test_the_controller_imports_neither_torch_nor_a_model() -> None:
     answer = _answer(CONTROLLING)
 
     assert {"torch", "transformers", "podium.roles.learner", "podium.engine.sharding"}.isdisjoint(answer["modules"])
 
 
+@pytest.mark.slow
 def test_a_process_of_user_code_imports_little_of_podium() -> None:
     """Every run waits for it to start."""
     answer = _answer(SERVING)
@@ -116,6 +118,7 @@ def test_the_package_offers_its_names_when_they_are_asked_for() -> None:
             getattr(podium, name)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_the_same_where_transformers_was_kept_from_importing_torch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

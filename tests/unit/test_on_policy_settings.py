@@ -141,6 +141,7 @@ class World:
 """
 
 
+@pytest.mark.slow
 def test_a_custom_environment_plays_chats(workspace: Workspace) -> None:
     """The first thing in docs/environments.md: a class with reset and step, and prompts that are chats."""
     (workspace.path / "world.py").write_text(WORLD)
@@ -244,6 +245,7 @@ def test_the_best_checkpoint_of_ppo_can_be_resumed(workspace: Workspace) -> None
         assert kept <= {each.name for each in (run / folder).glob("step-*")}, folder
 
 
+@pytest.mark.slow
 def test_a_critic_begins_at_random_where_the_policy_does(workspace: Workspace, tmp_path: Path) -> None:
     """model.init random reads the config only: a folder without weights is enough for every program."""
     bare = tmp_path / "bare"

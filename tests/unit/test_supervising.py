@@ -64,11 +64,13 @@ def supervised(folder: Path, *what: str) -> tuple[int, list[tuple[list[str], str
 FIRST, RESUMED = ["train", "recipe.yaml"], ["resume", "runs/a"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, 2])
 def test_it_ends_with_the_code_of_its_child(tmp_path: Path, code: int) -> None:
     assert supervised(tmp_path, "begin()", f"sys.exit({code})")[:2] == (code, [(FIRST, None)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_command_that_is_killed_before_its_run_begins_is_repeated(tmp_path: Path, number: signal.Signals) -> None:
     """Nothing of the killed one is left, also what has left its session, and the next one knows of it."""
@@ -86,18 +88,21 @@ def test_a_command_that_is_killed_before_its_run_begins_is_repeated(tmp_path: Pa
     assert said.count(f"warning: {cause} The command is started again.") == 2
 
 
+@pytest.mark.slow
 def test_one_that_is_always_killed_before_its_run_ends_like_it(tmp_path: Path) -> None:
     code, lives, said = supervised(tmp_path, "die(signal.SIGSEGV)")
     assert (code, len(lives)) == (-signal.SIGSEGV, 4)
     assert "as often as placement.restarts allows. Give the command again." in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["sys.exit(2)", "os._exit(1)"])
 def test_an_error_before_the_run_ends_the_command_at_once(tmp_path: Path, how: str) -> None:
     code, lives, said = supervised(tmp_path, how)
     assert (code, len(lives), said) == (1 if "_exit" in how else 2, 1, "")
 
 
+@pytest.mark.slow
 def test_a_recipe_without_restarts_is_not_repeated(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("program: grpo\nplacement: {restarts: 0}")
     code, lives, said = supervised(tmp_path, "die()")
@@ -105,11 +110,13 @@ def test_a_recipe_without_restarts_is_not_repeated(tmp_path: Path) -> None:
     assert "The run ends: placement.restarts is 0." in said
 
 
+@pytest.mark.slow
 def test_a_run_that_keeps_nothing_is_not_begun_again(tmp_path: Path) -> None:
     code, lives, _ = supervised(tmp_path, "told.begins_alone()", "die()")
     assert (code, lives) == (-signal.SIGKILL, [(FIRST, None)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_aside", [False, True])
 def test_a_pipeline_goes_on_in_a_stage_without_a_controller(tmp_path: Path, is_aside: bool) -> None:
     """Unless an earlier one may still have to be brought back, which the command itself does."""
@@ -150,22 +157,26 @@ def test_a_killed_controller_is_started_again(tmp_path: Path, number: signal.Sig
     assert "A new controller" in (tmp_path / "runs" / "a" / "console.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_controller_that_a_library_has_ended_is_started_again(tmp_path: Path) -> None:
     code, lives, said = supervised(tmp_path, "begin()", "life == 1 and os._exit(1)")
     assert (code, [arguments for arguments, _ in lives]) == (0, [FIRST, RESUMED])
     assert "was ended from within, with exit code 1" in said
 
 
+@pytest.mark.slow
 def test_before_the_folder_has_everything_the_command_is_repeated(tmp_path: Path) -> None:
     code, lives, _ = supervised(tmp_path, "begin(recorded=life > 1)", "life < 3 and die()")
     assert (code, [arguments for arguments, _ in lives]) == (0, [FIRST, FIRST, RESUMED])
 
 
+@pytest.mark.slow
 def test_a_controller_that_dies_before_it_has_begun_again_is_followed_by_another(tmp_path: Path) -> None:
     code, lives, _ = supervised(tmp_path, "life == 2 and die()", "begin()", "life == 1 and die()")
     assert (code, [arguments for arguments, _ in lives]) == (0, [FIRST, RESUMED, RESUMED])
 
 
+@pytest.mark.slow
 def test_a_stage_goes_on_with_its_pipeline(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "pipeline.json").write_text("{}")
@@ -173,6 +184,7 @@ def test_a_stage_goes_on_with_its_pipeline(tmp_path: Path) -> None:
     assert (code, [arguments for arguments, _ in lives]) == (0, [FIRST, ["resume", "runs"]])
 
 
+@pytest.mark.slow
 def test_it_gives_up_without_progress(tmp_path: Path) -> None:
     code, lives, said = supervised(tmp_path, "begin(restarts=2)", "die()")
     assert (code, len(lives)) == (-signal.SIGKILL, 3)
@@ -186,6 +198,7 @@ def test_progress_renews_the_budget(tmp_path: Path) -> None:
     assert (code, len(lives)) == (0, 5)
 
 
+@pytest.mark.slow
 def test_a_controller_may_ask_for_another(tmp_path: Path) -> None:
     asks = "begin()\nif life == 1:\n    told.ask_restart('Ray died.')\n    sys.exit(3)"
     code, lives, said = supervised(tmp_path, asks)
@@ -193,17 +206,20 @@ def test_a_controller_may_ask_for_another(tmp_path: Path) -> None:
     assert "warning: Ray died. A new controller goes on with the run." in said
 
 
+@pytest.mark.slow
 def test_one_that_asks_too_often_ends_with_an_error(tmp_path: Path) -> None:
     code, lives, said = supervised(tmp_path, "begin(restarts=1)", "told.ask_restart('Ray died.')", "sys.exit(3)")
     assert (code, len(lives)) == (2, 2)
     assert "Ray died. The run ends" in said
 
 
+@pytest.mark.slow
 def test_a_run_that_may_not_be_started_again_does_not_ask(tmp_path: Path) -> None:
     code, lives, _ = supervised(tmp_path, "told.ask_restart('Ray died.')", "sys.exit(3 if told.asks_restart else 2)")
     assert (code, len(lives)) == (2, 1)
 
 
+@pytest.mark.slow
 def test_nothing_of_a_dead_controller_is_left_when_the_next_begins(tmp_path: Path) -> None:
     leaves = """
     begin()
@@ -236,6 +252,7 @@ begin()
 """
 
 
+@pytest.mark.slow
 def test_what_a_dead_controller_keeps_is_there_for_the_next(tmp_path: Path) -> None:
     keeps = """
     if life == 1:
@@ -256,6 +273,7 @@ def test_what_a_dead_controller_keeps_is_there_for_the_next(tmp_path: Path) -> N
     assert not Path("/proc", (tmp_path / "left").read_text().split()[0]).exists()  # at the end of the command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "told.keeps(None)", "told.ask_restart('Ray died.')"])
 def test_what_is_dead_or_given_up_is_not_kept(tmp_path: Path, how: str) -> None:
     loses = f"""
@@ -275,6 +293,7 @@ def test_what_is_dead_or_given_up_is_not_kept(tmp_path: Path, how: str) -> None:
     assert (code, len(lives)) == (0, 2)
 
 
+@pytest.mark.slow
 def test_a_controller_that_cannot_attach_is_followed_by_one_with_nothing(tmp_path: Path) -> None:
     """Which is no death: with one restart, the run goes on."""
     tries = """
@@ -395,6 +414,7 @@ def test_a_signal_on_a_terminal_comes_once(tmp_path: Path, is_to_group: bool) ->
         os.close(each)
 
 
+@pytest.mark.slow
 def test_the_child_ends_with_its_supervisor(tmp_path: Path) -> None:
     waits = "begin()\nPath('child').write_text(str(os.getpid()))\ntime.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", CHILD + waits], cwd=tmp_path, stdin=subprocess.DEVNULL)

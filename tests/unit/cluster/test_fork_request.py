@@ -86,6 +86,7 @@ def num_files(server: ForkServer) -> int:
     return len(os.listdir(f"/proc/{server.pid}/fd"))
 
 
+@pytest.mark.slow
 def test_a_request_that_breaks_off_leaves_the_server_as_it_was(fork_server: ForkServer) -> None:
     with connected(fork_server):
         before = num_files(fork_server)
@@ -103,6 +104,7 @@ def test_a_request_that_breaks_off_leaves_the_server_as_it_was(fork_server: Fork
     assert fork_server.workers() == []
 
 
+@pytest.mark.slow
 def test_what_a_request_asks_for_runs_with_its_streams(fork_server: ForkServer, tmp_path: Path) -> None:
     script = tmp_path / "default_worker.py"
     script.write_text("import os, sys; print(sys.argv, sys.path[0], os.environ, os.getcwd())")

@@ -276,6 +276,7 @@ def test_what_fits_has_one_node_for_every_bundle_and_respects_what_each_node_has
         assert outcome.reason
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(requested().filter(lambda bundles: len(bundles) <= 6), nodes_with_room())
 def test_what_any_search_can_place_is_placed_and_busy_is_what_an_empty_cluster_could_hold(bundles, nodes):

@@ -60,6 +60,7 @@ def test_a_run_goes_on_with_fewer_generators_when_a_node_is_gone(
     check_groups(run, recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["split", "elastic"])
 @pytest.mark.parametrize("offset_s", [-0.3, 0.5, None], ids=["in an update", "in generation", "in an evaluation"])
 def test_a_node_dies_with_more_generators_than_placement_restarts(
@@ -145,6 +146,7 @@ def test_without_restarts_a_generator_that_dies_ends_the_run(tmp_path: Path) -> 
         run_with(fault_recipe(tmp_path / "fragile", "split", 0, restarts=0), [death])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "staleness"),
     [
@@ -177,6 +179,7 @@ def test_generators_join_up_to_the_recipes_number_and_the_run_is_faster(
         assert joined.weights == alone.weights == fixed.weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["split", "elastic"])
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("is_drained", [False, True], ids=["SIGTERM", "drained"])

@@ -62,6 +62,7 @@ def test_a_hundred_steps_take_about_a_second_and_learn(hundred: Done) -> None:
     assert trial.folder.state()["step"] == 100
 
 
+@pytest.mark.slow
 def test_every_step_is_one_line_of_metrics_with_every_name(hundred: Done) -> None:
     trial = hundred.trial
 

@@ -111,6 +111,7 @@ def test_a_wait_for_an_episode_that_is_due_is_none_for_rewards(tmp_path: Path) -
     assert metrics[2]["learner/idle_s/tail"] == pytest.approx(15.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["split", "elastic"])
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_causes_add_up_where_nothing_is_even(tmp_path: Path, layout: str, staleness: int) -> None:

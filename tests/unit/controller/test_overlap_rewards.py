@@ -38,6 +38,7 @@ def _trained(trial: Trial) -> list[tuple[Any, ...]]:
     return trial.episodes("prompt_index, step", "ORDER BY prompt_index", table="groups")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2])
 @pytest.mark.parametrize(("grading", "key"), [
     ("grading.on_error=fail", "grading.on_error"), ("grading.max_failed_share=0.1", "grading.max_failed_share 0.1"),

@@ -125,6 +125,7 @@ def _check_seeds(folder: Path, seeds: range) -> None:
         shutil.rmtree(place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(5))
 def test_runs_of_random_recipes(tmp_path: Path, part: int) -> None:
     """5 each."""

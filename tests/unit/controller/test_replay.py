@@ -65,6 +65,7 @@ def without_times(trial: Trial) -> list[tuple[int, dict[str, float]]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [
     (), ("algorithm.dynamic_sampling=true",), ("program=ppo",), ("algorithm.kl={coefficient: 0.1}",),
     ("rollout.staleness=0", "rollout.record=true"),
@@ -181,6 +182,7 @@ def cut_short(steps: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tamper", [change_byte, remove, swap, close_the_gap, cut_short])
 def test_a_record_that_was_tampered_with_is_refused(tmp_path: Path, tamper: Any) -> None:
     trial = Trial(tmp_path, *STALE)
@@ -221,6 +223,7 @@ def test_the_checkpoint_names_the_last_recorded_step(tmp_path: Path) -> None:
         verify_steps(trial.folder.steps, 5, digest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 3, 5])
 def test_a_resumed_run_continues_its_record(tmp_path: Path, step: int) -> None:
     settings = (*STALE, "checkpoint.every=1")

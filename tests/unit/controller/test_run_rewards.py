@@ -121,6 +121,7 @@ def test_nothing_to_learn_from_makes_no_version_and_a_warning(tmp_path: Path) ->
     assert list(trial.bandit.saves["policy"]) == [2]
 
 
+@pytest.mark.slow
 def test_steps_without_an_update_are_warned_of_at_the_1st_10th_and_100th(tmp_path: Path) -> None:
     trial = Trial(
         tmp_path, "steps=101", "program=expert_iteration", bandit=Bandit(is_right=lambda id, chance: False)

@@ -84,6 +84,7 @@ def test_all_invariants_hold_over_ten_thousand_schedules() -> None:
     _hold(range(FAST, ALL))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all_invariants_hold_where_devices_change_sides(part: int) -> None:
     worlds = _hold(range(part, FAST, PARTS), lends=True)
@@ -98,6 +99,7 @@ def test_all_invariants_hold_where_devices_change_sides_over_ten_thousand_schedu
     _hold(range(FAST, ALL), lends=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lends", [False, True])
 def test_decisions_in_parts_are_those_of_one_decision(lends: bool) -> None:
     """A decision that stops after its first action, and goes on when it is told so, decides the same."""
@@ -109,11 +111,13 @@ def test_decisions_in_parts_are_those_of_one_decision(lends: bool) -> None:
         assert (parts.now_s, parts.num_moved) == (whole.now_s, whole.num_moved), seed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lends", [False, True])
 def test_all_invariants_hold_where_events_come_between_the_parts_of_a_decision(lends: bool) -> None:
     _hold(range(400), lends=lends, most_cost=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lends", [False, True])
 def test_a_stop_at_any_time_ends_the_run_with_the_step_in_progress(lends: bool) -> None:
     """During an update, and while the program waits: then it still gets its step. Nothing is admitted after that."""

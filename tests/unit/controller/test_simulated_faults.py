@@ -107,6 +107,7 @@ def test_what_random_faults_have_found(calm_runs: CalmRuns, case: str) -> None:
     calm_runs.with_faults(*FOUND[case])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [27, 33, 40])
 def test_nodes_with_several_generators_die_under_the_default_of_restarts(calm_runs: CalmRuns, seed: int) -> None:
     """With deaths of all generators counted together, the first two ended."""
@@ -119,6 +120,7 @@ def _moments(begin_s: float, end_s: float, count: int) -> list[float]:
     return [begin_s + (end_s - begin_s) * (number + 0.5) / count for number in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [DEATH, SILENCE, LOSS], ids=lambda fault: type(fault).__name__)
 @pytest.mark.parametrize("name", ["ppo, epochs", "kl, refreshed", "distill", "reward model"])
 def test_models_beside_the_policy_are_lost_with_its_worker_and_come_back(
@@ -135,6 +137,7 @@ def test_models_beside_the_policy_are_lost_with_its_worker_and_come_back(
         assert run.ended_s > calm.ended_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [DEATH, SILENCE, LOSS], ids=lambda fault: type(fault).__name__)
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_runner_that_is_lost_is_replaced_and_its_episodes_run_again(
@@ -216,6 +219,7 @@ def test_a_generator_that_dies_is_replaced_and_nothing_goes_back(tmp_path: Path,
     assert run.weights == calm.weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [DEATH, SILENCE, LOSS], ids=lambda fault: type(fault).__name__)
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("layout", ["split", "elastic"])
@@ -235,6 +239,7 @@ def test_the_others_answer_runners_for_a_generator_that_dies(
             assert each.remedy in ("respawn", "fewer") or "in generator.install" in each.cause
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "turns"])
 def test_a_generator_that_dies_in_an_evaluation_leaves_its_episodes_to_the_others(
     tmp_path: Path, calm_runs: CalmRuns, name: str

@@ -161,6 +161,7 @@ def test_an_environment_of_one_turn_that_takes_no_time_changes_nothing(
     assert turns.weights == plain.weights
 
 
+@pytest.mark.slow
 def test_the_critic_and_the_reference_decide_what_the_policy_learns(tmp_path: Path) -> None:
     """Else nobody would notice that they were replaced by others."""
     warm = {each: simulated(recipe(tmp_path / f"w{each}", "ppo", critic={"warmup_steps": each})) for each in (1, 2)}
@@ -194,6 +195,7 @@ def test_a_run_that_is_resumed_ends_with_the_same_weights(tmp_path: Path, name: 
     assert sorted(metrics_by_step(run.result.folder)) == list(range(1, 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo, kl", "distill", "turns, ppo"])
 def test_no_method_imports_torch(tmp_path: Path, name: str) -> None:
     script = (

@@ -73,6 +73,7 @@ def test_with_staleness_1_a_step_takes_the_longer_phase_and_not_the_sum(tmp_path
     assert committed_s[5] - committed_s[2] == pytest.approx(3 * max(10.0, update_s))
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run_and_another_one_another(tmp_path: Path) -> None:
     def run(name: str, seed: int) -> tuple[Any, ...]:
         recipe = simulated_recipe(tmp_path, rollout={"staleness": 1}, placement=SPLIT, run={"name": name})
@@ -84,6 +85,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(tmp_path: Path
     assert first[0] != run("third", 8)[0]
 
 
+@pytest.mark.slow
 def test_a_simulated_run_imports_no_torch(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom pathlib import Path\n"
@@ -145,6 +147,7 @@ def _device_layout(recipe: GrpoRecipe) -> DeviceLayout:
     return DeviceLayout(devices=devices, rollout_devices=rollout_devices, lanes=lanes, ahead=-(-lanes // 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_controller_keeps_the_schedule_of_the_simulation_without_it(tmp_path: Path, name: str, seed: int) -> None:

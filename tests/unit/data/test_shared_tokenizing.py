@@ -111,6 +111,7 @@ def until_errors(ranks: Sequence[StepLoader]) -> list[tuple[list[object], Except
     return list(zip(steps, errors, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 def test_every_rank_has_the_steps_of_a_single_rank(folder: Path, world: int) -> None:
     spec = spec_of(folder)
@@ -152,6 +153,7 @@ def test_rows_of_preferences_and_rewards_are_shared_too(folder: Path, shape: Any
         assert take_all(ranks, 6) == [expected] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4)])
 def test_any_number_of_ranks_goes_on_after_any_step_of_another(folder: Path, before: int, after: int) -> None:
     spec = spec_of(folder)

@@ -182,6 +182,7 @@ def test_closing_ends_the_thread_and_the_workers(folder):
         take(loader, 10)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_reported_and_not_waited_for(folder):
     with open_loader(spec_of(folder), workers=1, prefetch=1) as loader:
         next(loader)

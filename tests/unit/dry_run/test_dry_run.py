@@ -44,6 +44,7 @@ def by_name(collectives: tuple[Collective, ...]) -> dict[str, tuple[int, int, in
     return {f"{each.kind} {each.axis}": (each.ranks, each.calls, each.num_bytes) for each in collectives}
 
 
+@pytest.mark.slow
 def test_a_rank_of_eight_by_hand(tmp_path: Path) -> None:
     counted = dry_run(dry_recipe(config_folder(tmp_path / "m", TINY_LLAMA), 8, ALL_AXES), H200)
 
@@ -79,6 +80,7 @@ def test_a_mixture_on_a_tensor_axis_is_refused(tmp_path: Path) -> None:
         dry_run(of_tensors, H200)
 
 
+@pytest.mark.slow
 def test_experts_of_a_rank_by_hand(tmp_path: Path) -> None:
     """Four ranks hold eight experts in two groups of two. A micro-batch has 64 tokens for two experts each."""
     folder = config_folder(tmp_path / "m", EIGHT_EXPERTS)

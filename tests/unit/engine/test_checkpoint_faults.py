@@ -196,6 +196,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FILES = ("checkpoint.json", "extras.safetensors", "rank-00000.json", "rank-00000.safetensors")
 
 
+@pytest.mark.slow
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(name=st.sampled_from(FILES), at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_any_flipped_bit_is_noticed(whole: Path, name: str, at: float, bit: int) -> None:

@@ -48,6 +48,7 @@ def apart_and_shared(engine: TrainEngine, documents: list[Document]) -> tuple[to
     return wanted, full_gradient(engine, documents)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_random_trees_have_the_gradient_of_whole_documents(name: str, tmp_path: Path) -> None:
     engine = make_engine(save_tiny_model(name, tmp_path))
@@ -57,6 +58,7 @@ def test_random_trees_have_the_gradient_of_whole_documents(name: str, tmp_path: 
         assert relative_l2(found, wanted) < SAME
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["layers", "selective", "all_but_attention"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_recomputed_layers_have_it_too(name: str, saved: str, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_micro_batches_without_documents_add_nothing(engine: TrainEngine) -> Non
     assert relative_l2(flat_gradient(engine, batches, num_trained(documents)), wanted) < SAME
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(order=st.permutations(range(10)), cuts=st.sets(st.integers(1, 9), max_size=4))
 def test_any_order_of_rows_and_any_cut_gives_the_same_gradient(

@@ -407,6 +407,7 @@ class Together:
         return await self._inner.answer(request)
 
 
+@pytest.mark.slow
 @pytest.mark.serial
 def test_a_thousand_episodes_run_at_the_same_time() -> None:
     def line(request: TurnRequest) -> str:

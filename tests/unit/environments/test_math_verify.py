@@ -28,6 +28,7 @@ needs_math_verify = pytest.mark.skipif(
 TOWER = r"\boxed{9^{9^{9^9}}}"
 
 
+@pytest.mark.slow
 @needs_math_verify
 @pytest.mark.parametrize(
     ("answer", "reference", "score"),

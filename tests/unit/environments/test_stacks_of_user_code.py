@@ -151,6 +151,7 @@ def test_an_environment_that_waits_for_itself_shows_where_its_coroutine_is(code:
     assert text.index(inner) < text.index(outer)
 
 
+@pytest.mark.slow
 def test_a_process_writes_so_many_stacks_and_no_more(tmp_path: Path) -> None:
     stacks, calls = tmp_path / "stacks.txt", GivenUpCalls()
     assert calls.noted("hangs") == "hangs"

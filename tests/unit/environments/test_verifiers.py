@@ -255,6 +255,7 @@ def test_no_reference_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         fits(1, schema)
 
 
+@pytest.mark.slow
 def test_problems_of_a_schema_are_few_and_short() -> None:
     problems = schema_problems({"properties": {f"p{i}": {"x" * 1000: 1} for i in range(1000)}})
 

@@ -609,6 +609,7 @@ def test_a_large_body_is_not_read_without_a_key() -> None:
     served(work, key="right")
 
 
+@pytest.mark.slow
 def test_a_session_keeps_memory_for_its_tokens_and_not_for_each_turns_history() -> None:
     """Each turn adds about 2000 tokens of prompt. Kept whole for every turn, prompts alone would be 5 MB after 40
     turns, and texts and requests as much again."""

@@ -112,6 +112,7 @@ def attention_of(
     return out[0].detach(), grads  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "key_heads", "size"),
     [(4, 4, 2), (4, 2, 4), (8, 2, 4), (6, 3, 2), (4, 1, 4), (2, 2, 4), (5, 5, 3), (6, 2, 4), (1, 1, 3)],
@@ -217,6 +218,7 @@ def test_a_model_has_the_loss_and_gradient_of_one_device(tmp_path: Path, name: s
     require_same(folder, pack(random_documents(LENGTHS)), size, SPAN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["objective", "divergence", "tied"])
 @pytest.mark.parametrize("lengths", [LENGTHS, (2,), ()])
 def test_losses_of_tokens_distributions_and_documents(tmp_path: Path, kind: str, lengths: tuple[int, ...]) -> None:

@@ -33,6 +33,7 @@ FEW = ("gemma3", "gpt_oss", "qwen3_moe")
 FAMILIES = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in SUPPORTED if name not in FEW)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_no_checkpointing_to_the_bit(tmp_path: Path, family: str) -> None:
     folder, batch = save_tiny_model(family, tmp_path), pack(random_documents())

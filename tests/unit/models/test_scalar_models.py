@@ -143,6 +143,7 @@ def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
         placed(folder)
 
 
+@pytest.mark.slow
 def test_a_model_without_a_classifier_in_transformers_is_refused(tmp_path: Path) -> None:
     folder = save_tiny_model("granite", tmp_path / "granite")
     with pytest.raises(UnsupportedModelError, match=r"/granite: .*sequence classifier"):

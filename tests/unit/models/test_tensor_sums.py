@@ -65,6 +65,7 @@ def calls(counter: CollectiveCounter, start: int, stop: int | None = None) -> di
     return {each.kind: each.calls for each in counter.between(start, stop)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "lora"),
     [*((each, None) for each in ARCHITECTURES), *((each, ADAPTED) for each in ("llama", "gemma3", "phi3"))],

@@ -48,6 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save_tiny_model(name, tmp_path_factory.mktemp(name), **CHANGES.get(name, {})) for name in NOISY}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [{}, CHECKPOINTED], ids=["stored", "recomputed"])
 @pytest.mark.parametrize("name", NOISY)
 def test_the_first_update_on_a_policys_own_tokens_has_ratio_one(

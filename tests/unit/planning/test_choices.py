@@ -169,6 +169,7 @@ def test_a_device_that_is_shared_hands_over_what_each_side_needs(tmp_path: Path)
     assert (apart.update_bytes, apart.cache_bytes) == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

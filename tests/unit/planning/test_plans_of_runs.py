@@ -42,6 +42,7 @@ def test_too_few_lanes_are_found_and_more_of_them_are_faster(tmp_path: Path) -> 
     assert plan.found.fastest.step_s == pytest.approx(after_s, rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("micro_steps", "mini_batches", "says"),
     [
@@ -63,6 +64,7 @@ def test_why_micro_batches_are_not_searched(
     assert says in note
 
 
+@pytest.mark.slow
 def test_lanes_that_suffice_are_left(tmp_path: Path) -> None:
     run = ran(tmp_path, WEIGHTS, rollout={"prompts_per_step": 4, "samples_per_prompt": 4, "max_running": 16})
 

@@ -70,6 +70,7 @@ def test_a_part_of_a_large_batch_takes_as_long_as_all_of_it() -> None:
     assert part.tokens_s == pytest.approx(whole.tokens_s, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "large",
     [
@@ -164,6 +165,7 @@ def test_more_graders_are_taken_until_they_are_enough() -> None:
     assert found.step_s == pytest.approx(28.0)
 
 
+@pytest.mark.slow
 def test_a_thousand_devices_are_searched_and_the_cheapest_is_told() -> None:
     found = search(PLAIN, WORKLOAD, ONE, devices=device_numbers("1-1024"), stalenesses=(0, 1))
     assert [choice.devices for choice in found.choices] == [2**power for power in range(11)]

@@ -73,6 +73,7 @@ def test_a_line_is_right_on_average() -> None:
 # --- known costs of simulated runs ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "placement", [{"devices": 1}, {"devices": 2}, SPLIT], ids=["colocated", "colocated on two", "split"]
 )
@@ -90,6 +91,7 @@ def test_costs_of_a_synchronous_run_are_found_again(tmp_path: Path, placement: d
     assert found.error == pytest.approx(0.0, abs=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_an_overlapped_run_is_reproduced(tmp_path: Path, staleness: int) -> None:
     found = estimated(tmp_path, TRUTH, placement=SPLIT, rollout={**ROLLOUT, "staleness": staleness}, steps=20)
@@ -101,6 +103,7 @@ def test_an_overlapped_run_is_reproduced(tmp_path: Path, staleness: int) -> None
     assert "assumed" in {each.quality for each in found.estimates if each.name == "generation, a lane"}
 
 
+@pytest.mark.slow
 def test_graders_that_are_short_are_found_again(tmp_path: Path) -> None:
     """16 gradings of 2 s take two graders 16 s, which the generation of some seconds does not hide."""
     costs = replace(TRUTH, grading_s=LogNormal(median=2.0), graders=2)
@@ -111,6 +114,7 @@ def test_graders_that_are_short_are_found_again(tmp_path: Path) -> None:
     assert found.error == pytest.approx(0.0, abs=0.1)
 
 
+@pytest.mark.slow
 def test_graders_that_wait_are_never_short(tmp_path: Path) -> None:
     costs = replace(TRUTH, grading_s=LogNormal(median=2.0, sigma=0.3))
     found = estimated(tmp_path, costs, grading={"workers": 2})
@@ -161,6 +165,7 @@ def test_the_engines_own_summaries_tell_what_a_lane_costs(tmp_path: Path) -> Non
     assert found.token_s(6) == pytest.approx(TRUTH.generation.token_s(6), rel=0.1)  # the run's own speed
 
 
+@pytest.mark.slow
 def test_a_layout_has_the_costs_of_the_run_that_had_it(tmp_path: Path) -> None:
     """The machine of the split run takes twice as long for an update."""
     slower = replace(TRUTH, update=UpdateCost(token_s=0.008, constant_s=1.0))

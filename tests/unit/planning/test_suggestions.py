@@ -49,6 +49,7 @@ def keys(run: Path) -> dict[str, tuple[str, str]]:
     return {} if found is None else found.base.changes_to(found.change)
 
 
+@pytest.mark.slow
 def test_slow_graders_are_too_few(tmp_path: Path) -> None:
     """16 gradings of 4 s on two graders take 32 s, beside seconds of everything else."""
     costs = replace(QUICK, grading_s=LogNormal(median=4.0), graders=2)
@@ -67,6 +68,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "staleness"), [("colocated", 0), ("split", 0), ("split", 1), ("elastic", 0), ("elastic", 1)]
 )
@@ -94,6 +96,7 @@ def test_graders_that_limit_a_run_are_said_with_what_more_of_them_save(
     assert found.saved_s == pytest.approx(saved_s, rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "staleness"), [("colocated", 0), ("split", 0), ("split", 1), ("elastic", 0), ("elastic", 1)]
 )
@@ -118,6 +121,7 @@ def test_one_change_is_looked_at_however_busy_the_machine_is(tmp_path: Path) -> 
     assert found.base.changes_to(found.change) == {"grading.workers": ("2", "4")}
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_what_the_change_saves(tmp_path: Path) -> None:
     costs = replace(QUICK, grading_s=LogNormal(median=4.0), graders=2)
     before = ran(tmp_path / "before", costs, grading={"workers": 2})
@@ -129,6 +133,7 @@ def test_what_is_saved_is_what_the_change_saves(tmp_path: Path) -> None:
     assert found.saved_s == pytest.approx(saved_s, rel=0.12)
 
 
+@pytest.mark.slow
 def test_a_slow_generator_needs_devices_or_overlap(tmp_path: Path) -> None:
     """One of four devices generates, for ten times as long as the others learn."""
     costs = replace(QUICK, generation=GenerationCost(weights_s=0.001, lane_s=0.01), publish_s=0.1)
@@ -168,6 +173,7 @@ def test_too_few_lanes(tmp_path: Path) -> None:
     assert keys(ran(tmp_path, costs, rollout=rollout)) == {"rollout.max_running": ("2", "4")}
 
 
+@pytest.mark.slow
 def test_other_lanes_are_not_suggested_where_their_cost_is_assumed(tmp_path: Path) -> None:
     """A lane costs five times what the weights do, so that more lanes gain little. A run with staleness does not tell
     that, and a usual cost would say that twice as many save half of the step."""
@@ -195,6 +201,7 @@ def test_lanes_of_episodes_with_tools_are_not_suggested(tmp_path: Path) -> None:
     assert more is None or "rollout.max_running" not in more.text
 
 
+@pytest.mark.slow
 def test_a_large_batch_gets_a_suggestion_from_a_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 episodes a step, simulated as 16 of them with a quarter of the lanes: the same change, and the same gain."""
     costs = replace(QUICK, grading_s=LogNormal(median=2.0), graders=4)
@@ -237,6 +244,7 @@ def test_a_pipeline_has_a_line_for_each_stage_that_has_one(tmp_path: Path) -> No
     assert stage_lines(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_overlap_is_suggested_with_its_price(tmp_path: Path) -> None:
     """Generation and update take about as long, one after the other."""
     costs = replace(
@@ -248,6 +256,7 @@ def test_overlap_is_suggested_with_its_price(tmp_path: Path) -> None:
     assert "less on-policy" in suggestion_lines(run)[0]
 
 
+@pytest.mark.slow
 def test_a_run_that_nothing_makes_faster_gets_no_suggestion(tmp_path: Path) -> None:
     costs = replace(QUICK, generation=GenerationCost(weights_s=0.0001), update=UpdateCost(token_s=0.01))
     run = ran(tmp_path, costs, placement={"devices": 1})
@@ -255,6 +264,7 @@ def test_a_run_that_nothing_makes_faster_gets_no_suggestion(tmp_path: Path) -> N
     assert suggestion_lines(run) == []
 
 
+@pytest.mark.slow
 def test_no_suggestion_from_a_simulation_that_is_far_from_the_run(tmp_path: Path) -> None:
     costs = replace(QUICK, grading_s=LogNormal(median=4.0), graders=2)
     found = estimate_costs(read_records(ran(tmp_path, costs, grading={"workers": 2})))
@@ -262,6 +272,7 @@ def test_no_suggestion_from_a_simulation_that_is_far_from_the_run(tmp_path: Path
     assert suggest(replace(found, simulated_step_s=1.2 * found.repeated_s)) is None
 
 
+@pytest.mark.slow
 def test_the_suggestion_takes_a_moment_and_never_raises(tmp_path: Path) -> None:
     run = ran(tmp_path, replace(QUICK, grading_s=LogNormal(median=4.0), graders=2), grading={"workers": 2})
     began_s = time.perf_counter()
@@ -350,6 +361,7 @@ def test_an_alarm_is_said_instead_of_a_suggestion(tmp_path: Path) -> None:
 # --- the command ---
 
 
+@pytest.mark.slow
 def test_podium_plan_from_a_run(tmp_path: Path) -> None:
     run = ran(tmp_path, COSTS, placement={"devices": 2})
 

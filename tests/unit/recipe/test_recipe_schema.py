@@ -251,6 +251,7 @@ def test_a_folder_whose_name_looks_like_a_number_stays_a_folder(tmp_path):
     assert (recipe.model.path, recipe.run.folder) == ("0E0", "1e-5")
 
 
+@pytest.mark.slow
 @given(
     lr=st.floats(min_value=1e-12, max_value=1e3),
     steps=st.integers(min_value=1, max_value=10**9),

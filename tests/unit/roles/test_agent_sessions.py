@@ -571,6 +571,7 @@ def test_a_token_that_is_not_recorded_is_an_error_that_names_the_session(monkeyp
         one(AGENT.several_turns)
 
 
+@pytest.mark.slow
 def test_hundreds_of_episodes_at_once_are_all_played() -> None:
     generators = Generators(delay_s=0.01)
     ids = [TrajectoryId(prompt, sample) for prompt in range(25) for sample in range(8)]

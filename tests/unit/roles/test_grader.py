@@ -110,6 +110,7 @@ def test_batches_of_several_threads_wait_together_and_keep_their_order(graders: 
     assert grader.facts().overlaps
 
 
+@pytest.mark.slow
 def test_a_reward_that_compares_episodes_needs_them_in_one_batch(graders: list[Grader]) -> None:
     rewards = [{"function": "length"}, {"function": "ranks", "per": "group"}]
     graders.append(grader := Grader(CONTEXT, spec(*rewards)))
@@ -120,6 +121,7 @@ def test_a_reward_that_compares_episodes_needs_them_in_one_batch(graders: list[G
     assert values(grader.grade(shard(5), "train")) == [[1.0, 0.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["closed", "dropped"])
 def test_a_grader_leaves_no_thread_and_no_process(how: str) -> None:
     grader = Grader(CONTEXT, spec({"function": "process_id"}))
@@ -150,6 +152,7 @@ def test_a_thread_that_waits_for_a_grader_is_freed_when_that_is_closed() -> None
         assert waiting.exception(10) is not None
 
 
+@pytest.mark.slow
 def test_rewards_that_cannot_be_loaded_leave_no_thread() -> None:
     with pytest.raises(RecipeError, match=r"^reward\.0\.function: .*'absent'"):
         Grader(CONTEXT, spec({"function": "absent"}))

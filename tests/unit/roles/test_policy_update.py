@@ -217,6 +217,7 @@ def assert_same_gradient(found: Updated, wanted: dict[str, Tensor]) -> None:
 # --- tests ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_is_that_of_padded_rows_in_plain_transformers(setting: Setting, name: str) -> None:
     loss, wanted = independent_gradient(setting.folder, setting.episodes, CASES[name])
@@ -228,6 +229,7 @@ def test_the_gradient_is_that_of_padded_rows_in_plain_transformers(setting: Sett
     assert found.note.grad_norms[0] == pytest.approx(float(norm), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_goes_with_every_reduction(setting: Setting, loss: str, reduction: str) -> None:
@@ -236,6 +238,7 @@ def test_every_loss_goes_with_every_reduction(setting: Setting, loss: str, reduc
     assert_same_gradient(run_update(setting.engine, setting.episodes, case, max_tokens=25), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])
 def test_heads_of_other_models_too(tmp_path: Path, name: str) -> None:
     """Untied; with a soft cap; with scaled logits."""
@@ -245,6 +248,7 @@ def test_heads_of_other_models_too(tmp_path: Path, name: str) -> None:
         assert_same_gradient(run_update(other.engine, other.episodes, case, max_tokens=25), wanted)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     name=st.sampled_from(sorted(CASES)),

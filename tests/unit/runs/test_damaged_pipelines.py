@@ -151,6 +151,7 @@ def test_a_damaged_pipeline_file_is_named_with_what_to_do(recipe: PipelineRecipe
         show_lines(folder.path)
 
 
+@pytest.mark.slow
 def test_a_lineage_that_is_not_whole_is_left_out_of_what_is_shown(recipe: PipelineRecipe) -> None:
     folder, instant = PipelineFolder.at(recipe), _Instant()
     _run(recipe, folder, instant)

@@ -77,6 +77,7 @@ def in_pieces(spans: Sequence[TimelineSpan], size: int) -> list[Sequence[Timelin
     return [ordered[at : at + size] for at in range(0, len(ordered), size)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -117,6 +118,7 @@ def timelines(draw: st.DrawFn) -> list[TimelineSpan]:
     return spans
 
 
+@pytest.mark.slow
 @given(spans=timelines(), size=st.integers(1, 9))
 def test_whatever_workers_do(spans: list[TimelineSpan], size: int) -> None:
     grown(in_pieces(spans, size))

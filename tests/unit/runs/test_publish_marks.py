@@ -17,6 +17,7 @@ from podium.runs.tracing import write_trace
 SPLIT = {"placement": {"layout": "split", "devices": 2}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "versions"),
     [

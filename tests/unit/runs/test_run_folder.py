@@ -85,6 +85,7 @@ for number in itertools.count(1):
 """
 
 
+@pytest.mark.slow
 def test_a_start_that_is_killed_at_any_moment_leaves_the_name_free(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "sums.yaml").write_text(dump_recipe(recipe))
     command = [sys.executable, "-c", KILLED, str(tmp_path / "runs"), str(tmp_path / "sums.yaml")]

@@ -149,6 +149,7 @@ def test_a_part_reaches_into_a_full_file_and_begins_where_all_files_are(tmp_path
     assert min(span.end_s for span in spans) > 1_300.0
 
 
+@pytest.mark.slow
 @pytest.mark.serial
 def test_the_table_of_a_long_run_takes_less_than_a_thousandth_of_it(tmp_path: Path) -> None:
     file = TimelineFile(timeline_file(tmp_path), most_bytes=8 << 20)

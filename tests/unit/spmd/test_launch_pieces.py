@@ -261,6 +261,7 @@ def test_a_mark_that_does_not_change_is_counted_in_looks() -> None:
     assert stalls.look("rank", now_s + 60.0) == 0.0  # it waits with a deadline
 
 
+@pytest.mark.slow
 def test_the_rank_that_hangs_is_killed_and_named_and_not_one_that_advances(tmp_path: Path) -> None:
     marks = RankMarks(2)
     processes = RankProcesses(tmp_path / "stacks.txt", marks=marks, most_hung_s=1.0)  # five looks
@@ -293,6 +294,7 @@ def test_the_rank_that_hangs_is_killed_and_named_and_not_one_that_advances(tmp_p
     ranks[0].join()
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_in_a_collective_is_left_alone_while_another_one_advances(tmp_path: Path) -> None:
     marks = RankMarks(2)
     processes = RankProcesses(tmp_path / "stacks.txt", marks=marks, most_hung_s=1.0)
@@ -323,6 +325,7 @@ def test_a_rank_that_waits_in_a_collective_is_left_alone_while_another_one_advan
         rank.join()
 
 
+@pytest.mark.slow
 def test_ranks_are_left_alone_while_a_debugger_has_stopped_one(tmp_path: Path) -> None:
     marks = RankMarks(1)
     processes = RankProcesses(tmp_path / "stacks.txt", marks=marks, most_hung_s=1.0)

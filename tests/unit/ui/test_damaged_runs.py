@@ -144,6 +144,7 @@ def test_lines_of_show_that_another_request_has_given_up(runs: Path) -> None:
         site.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values",
     [

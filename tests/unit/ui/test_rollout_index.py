@@ -107,6 +107,7 @@ _FILTERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sort", SORTS)
 def test_every_order_filter_and_page_is_what_a_list_gives(run: Path, tmp_path: Path, sort: str) -> None:
     write_steps(run, range(1, 12))

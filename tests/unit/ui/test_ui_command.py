@@ -19,6 +19,7 @@ from helpers.tiny import write_chats
 from podium.api import train
 
 
+@pytest.mark.slow
 @pytest.mark.serial
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_it_is_told_to_end(runs: Path, number: signal.Signals) -> None:
@@ -49,6 +50,7 @@ def test_it_serves_until_it_is_told_to_end(runs: Path, number: signal.Signals) -
             process.kill()
 
 
+@pytest.mark.slow
 def test_folders_that_do_not_exist_are_said(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "podium", "ui", str(tmp_path / "none"), "--no-browser"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -50,6 +50,7 @@ def alone(learner: Learner) -> dict[TrajectoryId, Completion]:
     return {each.id: sequence(engine, each) for each in requests}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [{}, {"prefill_tokens": 70}, {"block_size": 64, "prefill_tokens": 70}], ids=str)
 def test_company_changes_no_bit(learner: Learner, alone: dict[TrajectoryId, Completion], way: dict[str, int]) -> None:
     requests = [ask(draw, length, new=NEW, temperature=0) for draw, length in enumerate(LENGTHS)]
@@ -59,6 +60,7 @@ def test_company_changes_no_bit(learner: Learner, alone: dict[TrajectoryId, Comp
         assert found[id].logprobs_L.tobytes() == wanted.logprobs_L.tobytes(), id
 
 
+@pytest.mark.slow
 def test_what_was_decoded_has_the_same_bits_when_it_is_prefilled(
     learner: Learner, alone: dict[TrajectoryId, Completion]
 ) -> None:
@@ -121,6 +123,7 @@ def counted(how: str, **environment: str) -> tuple[int, str]:
     return int(ended.stdout), ended.stderr
 
 
+@pytest.mark.slow
 @is_x86
 @pytest.mark.parametrize("instructions", ["AVX2", "AVX512"])
 def test_rows_of_a_product_do_not_depend_on_their_number(instructions: str) -> None:
@@ -129,6 +132,7 @@ def test_rows_of_a_product_do_not_depend_on_their_number(instructions: str) -> N
     assert counted("as it is", MKL_ENABLE_INSTRUCTIONS=instructions)[0] > 0, "then this module is needed no more"
 
 
+@pytest.mark.slow
 @is_x86
 def test_a_process_that_has_multiplied_before_is_told_so() -> None:
     differing, log = counted("late")
@@ -137,6 +141,7 @@ def test_a_process_that_has_multiplied_before_is_told_so() -> None:
     assert "MKL_CBWR=AUTO,STRICT" in log
 
 
+@pytest.mark.slow
 @is_x86
 def test_what_the_environment_says_is_kept() -> None:
     assert counted("exact", MKL_CBWR="AVX2,STRICT")[0] == 0

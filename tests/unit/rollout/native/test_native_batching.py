@@ -65,6 +65,7 @@ def test_the_order_of_arrival_changes_nothing(learner: Learner, alone: dict[Traj
     assert_all_same(sequences(learner.engine(max_running=5), reversed(requests())), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [4, 8])
 def test_a_cache_too_small_for_all_computes_again_and_samples_the_same(
     learner: Learner, alone: dict[TrajectoryId, Completion], block_size: int
@@ -80,6 +81,7 @@ def test_a_cache_too_small_for_all_computes_again_and_samples_the_same(
     assert load.finished == len(requests())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [4, 8])
 def test_what_is_remembered_gives_way_when_room_is_needed(
     learner: Learner, alone: dict[TrajectoryId, Completion], block_size: int
@@ -110,6 +112,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # oneDNN changes how matrices are multiplied, not what the architectures do: widths and experts are enough for it.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "onednn"),
     [

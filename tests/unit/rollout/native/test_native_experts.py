@@ -78,6 +78,7 @@ def test_the_experts_of_all_tokens_but_the_last_are_the_learners(mixture: Learne
         assert same(each.experts, own_choices(mixture, each))
 
 
+@pytest.mark.slow
 @WAYS
 def test_reused_prompts_have_the_experts_of_the_sequence_that_fed_them(mixture: Learner, way: dict[str, Any]) -> None:
     """A group shares its prompt; a second turn continues behind the first one's answer."""

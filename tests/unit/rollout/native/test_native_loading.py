@@ -63,6 +63,7 @@ def second_of_two() -> Mesh:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("mesh", [one_rank(), second_of_two()], ids=["whole", "part"])
 def test_no_float32_masters_exist_while_an_engine_loads(

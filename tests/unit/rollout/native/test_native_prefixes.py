@@ -55,6 +55,7 @@ def test_a_further_turn_reuses_prompt_and_answer(learner: Learner, way: dict[str
     assert sequence(engine, third).reused_tokens == 35 + 10 - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "reused"), [(SLOTS, [49, 50, 50, 50]), (PAGES, [48, 48, 48, 49])])
 def test_branches_of_one_turn_each_find_it(learner: Learner, way: dict[str, Any], reused: list[int]) -> None:
     """Four go on from one answer of 50 tokens with 6 others. The first takes over where it ended, after 49; in slots

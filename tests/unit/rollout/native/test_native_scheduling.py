@@ -60,6 +60,7 @@ def finish(simulation: Simulation, *, updates: int = 0) -> None:
     assert list(inconsistencies(block_manager)) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(tight_memory())
 def test_every_request_ends_once_with_the_tokens_that_it_gets_alone(simulation: Simulation) -> None:
@@ -67,6 +68,7 @@ def test_every_request_ends_once_with_the_tokens_that_it_gets_alone(simulation: 
     assert simulation.ended == {each.request.id: each.sequence for each in simulation.work}
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(tight_memory(), st.data())
 def test_cancels_and_updates_at_any_time_lose_nothing(simulation: Simulation, data: st.DataObject) -> None:

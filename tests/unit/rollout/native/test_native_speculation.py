@@ -72,6 +72,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_every_architecture_samples_the_same_bits_in_fewer_steps(tmp_path: Path, name: str) -> None:
     architecture, changes = ARCHITECTURES[name]
@@ -94,6 +95,7 @@ def test_every_architecture_samples_the_same_bits_in_fewer_steps(tmp_path: Path,
         assert sum(steps) < 2 * num_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_wrong_proposals_change_nothing(learner: Learner, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     wanted = sequences(learner.engine(), requests())
@@ -156,6 +158,7 @@ def scored(learner: Learner, tokens: tuple[int, ...]) -> float:
     return _SCORED[tokens]
 
 
+@pytest.mark.slow
 def test_stops_inside_a_run_of_right_proposals_end_the_answer_there(learner: Learner) -> None:
     decode = tiny_tokenizer().decode
     first = sequence(learner.engine(), ask(0, 9, new=30, temperature=0.3))
@@ -183,6 +186,7 @@ def test_stops_inside_a_run_of_right_proposals_end_the_answer_there(learner: Lea
         assert_same({longer.id: sequence(engine, longer)}, {longer.id: sequence(learner.engine(), longer)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [4, 8])
 def test_a_cache_too_small_for_all_samples_the_same(learner: Learner, block_size: int) -> None:
     wanted = sequences(learner.engine(), requests())
@@ -241,6 +245,7 @@ def test_weights_in_flight_score_their_own_tokens(own_learner: Learner) -> None:
     assert engine.load().accepted_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_proposal_that_gives_no_numbers_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its keys and values are NaN, and a mask would not hide them."""
     learner, poison = Learner.of(save_tiny_model("llama", tmp_path / "model")), 77

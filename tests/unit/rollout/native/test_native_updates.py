@@ -84,6 +84,7 @@ def test_kept_answers_go_on_over_keys_and_values_of_older_weights(own_learner: L
     assert gap.max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 @WAYS
 def test_what_begins_after_an_update_finds_nothing_of_older_weights(

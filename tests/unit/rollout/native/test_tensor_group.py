@@ -37,6 +37,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     return Weights.of(Judge(save_tiny_model("qwen3", tmp_path_factory.mktemp("other"), seed=1)).model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scripts"),
     [
@@ -87,6 +88,7 @@ def test_a_rank_has_its_part_of_weights_and_cache(folders: dict[str, Path]) -> N
     together.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
 def test_weights_installed_under_way_are_those_of_one_rank(
     folders: dict[str, Path], other: Weights, in_flight: str
