@@ -13,6 +13,8 @@ from helpers.ranks import RankCall
 from helpers.router_ranks import RoutedResult, routed_on, routed_rank
 from helpers.tiny import save_tiny_model
 
+pytestmark = pytest.mark.slow
+
 SAME = 1e-5
 HOW = (
     "sharded", "recomputed", "context", "experts", "experts recomputed", "experts selective", "tensor",
