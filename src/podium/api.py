@@ -24,6 +24,7 @@ from podium.execution import (
     refuse_what_breaks_exactness,
     restart,
     resume_from,
+    with_axes,
 )
 from podium.generating import generating_folder, prompt_source, require_number, sampling_of, section_of
 from podium.memory_checks import devices_per_machine, memory_report, not_looked_at, refuse_what_cannot_fit
@@ -223,7 +224,8 @@ def resume(
             f"Export it with `podium export {folder} OUT`, or {further}."
         )
     check_recipe(now)
-    prepared = Prepared(recipe=now, model=local_folder(now.model.path, "model.path"))
+    now, reason = with_axes(now)  # only where the overrides say auto: the run's recipe has sizes
+    prepared = Prepared(recipe=now, model=local_folder(now.model.path, "model.path"), mesh_reason=reason)
     refuse_what_breaks_exactness(before, prepared, opened, accept_changed_data=accept_changed_data)
     return resume_from(prepared, opened, reader.step)
 

@@ -52,24 +52,26 @@ def prepare(recipe: Recipe) -> Prepared:
 
     check_recipe(recipe)
     model = local_folder(recipe.model.path, "model.path")
-    recipe = _with_mesh(resolved(recipe, read_config(model, "model.path")))
-    return Prepared(recipe=_counted(recipe) if recipe.epochs is not None else recipe, model=model)
+    recipe, reason = with_axes(resolved(recipe, read_config(model, "model.path")))
+    recipe = _counted(recipe) if recipe.epochs is not None else recipe
+    return Prepared(recipe=recipe, model=model, mesh_reason=reason)
 
 
-def _with_mesh(recipe: Recipe) -> Recipe:
-    """A recipe whose axes are left to the planner with the axes that it chooses, which are then said and saved."""
-    if not isinstance(recipe, SpmdRecipe) or recipe.placement.policy != "auto":
-        return recipe
+def with_axes(recipe: RecipeT) -> tuple[RecipeT, str | None]:
+    """A recipe whose axes are left to the planner with the axes that it chooses, and why; both are said and saved. Any
+    other recipe as it is."""
+    if recipe.placement.policy != "auto":
+        return recipe, None
     from podium.observe import open_console
     from podium.planning.mesh_choice import with_chosen_mesh
     from podium.spmd.launch import place_under_torchrun
 
     under = place_under_torchrun()
-    chosen, text = with_chosen_mesh(recipe, world=None if under is None else under.world)
+    chosen, choice = with_chosen_mesh(recipe, world=None if under is None else under.world)
     console = open_console(rank=0 if under is None else under.rank)
-    console.note(text)
+    console.note(choice.text)
     console.close()
-    return chosen
+    return chosen, choice.text
 
 
 def _counted(recipe: RecipeT) -> RecipeT:
@@ -133,7 +135,9 @@ def _train_on_ranks(prepared: Prepared, recipe: SpmdRecipe, stack: ExitStack, *,
         if overwrite:
             stack.enter_context(_overwriting(prepared))
         _show_warnings(recipe, console)
-        folder = RunFolder.create(recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
+        folder = RunFolder.create(
+            recipe, files=_fingerprints(prepared), lineage=prepared.lineage(), mesh_reason=prepared.mesh_reason
+        )
     else:
         folder = RunFolder(path=path)
     return _launch(prepared, recipe, folder, console, tell, resume_step=None)
@@ -287,7 +291,9 @@ def _train_controlled(
     console = open_run_console(rank=0, log_every=recipe.run.log_every)
     _show_warnings(recipe, console)
     with early_start(recipe, console) as start_up:
-        folder = RunFolder.create(recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
+        folder = RunFolder.create(
+            recipe, files=_fingerprints(prepared), lineage=prepared.lineage(), mesh_reason=prepared.mesh_reason
+        )
         folder.update(**(state or {}))
         return _control(prepared, recipe, folder, resume_step=None, start_up=start_up, steps=steps)
 
@@ -390,7 +396,7 @@ def _living(prepared: Prepared, folder: RunFolder, console: Console, resume_step
         folder.stop_file.unlink(missing_ok=True)  # of an earlier life of this run
         forget_failures(folder.path)
         if resume_step is not None and not goes_on_with(folder.path):
-            folder.write_recipe(prepared.recipe)
+            folder.write_recipe(prepared.recipe, mesh_reason=prepared.mesh_reason)
             before = folder.state().get("lineage")
             lineage = prepared.lineage(before, step=resume_step)
             for code in prepared.changed_code(before or {}):

@@ -19,13 +19,20 @@ def devices_per_machine(recipe: Recipe, device: str | None = None) -> int | None
 
 
 def memory_report(recipe: Recipe, device: str | None = None) -> list[str]:
-    """What the run takes of its device's memory. Raises an error if it cannot fit. `device`: its name; default: what
-    this machine has. Nothing is known of a GPU that is asked for and not here."""
+    """The axes that the planner chooses for placement.policy: auto, and what the run takes of its device's memory.
+    Raises an error if it cannot fit. `device`: its name; default: what this machine has. Nothing is known of a GPU that
+    is asked for and not here."""
     from podium.planning.devices import device_named, found_device
     from podium.planning.memory import memory_lines
 
     found = found_device(recipe.placement.device) if device is None else device_named(device)
-    return [] if found is None else memory_lines(recipe, found)
+    lines, choice = list[str](), None
+    if recipe.placement.policy == "auto":
+        from podium.planning.mesh_choice import with_chosen_mesh
+
+        recipe, choice = with_chosen_mesh(recipe, device=None if device is None else found)
+        lines.append(choice.text)
+    return lines if found is None else [*lines, *memory_lines(recipe, found, choice)]
 
 
 def refuse_what_cannot_fit(recipe: Recipe) -> None:
@@ -42,7 +49,12 @@ def refuse_what_cannot_fit(recipe: Recipe) -> None:
     if device.kind == "cpu" and recipe.placement.devices > (os.cpu_count() or 1):
         return  # refused for that, which is the better reason
     try:
-        problem = refusal(memory_of(recipe, device), recipe, BEGIN_ANYHOW)
+        choice = None
+        if recipe.placement.policy == "auto":
+            from podium.planning.mesh_choice import with_chosen_mesh
+
+            recipe, choice = with_chosen_mesh(recipe)
+        problem = refusal(memory_of(recipe, device), recipe, BEGIN_ANYHOW, choice)
     except Exception:  # an unknown architecture, or a config that the planner cannot read: the run says what it needs
         return
     if problem is not None:

@@ -17,6 +17,7 @@ from podium.controller.simulation.costs import CostModel
 from podium.errors import PlacementError
 from podium.planning.devices import Device
 from podium.planning.memory import TOLERANCE, MemoryPlan, gib, memory_of
+from podium.planning.mesh_choice import MeshChoice, with_chosen_mesh, with_sizes
 from podium.planning.model_shape import shape_of
 from podium.planning.prediction import Configuration, Workload
 from podium.planning.shape_costs import Episodes, UpdateShape, cost_model, gathering_s
@@ -67,6 +68,7 @@ class RecipeChoices:
         self._default_micro_batch = MICRO_BATCH[device.kind] * context
         self._plans: dict[tuple[Any, ...], MemoryPlan] = {}
         self._costs: dict[tuple[Any, ...], CostModel] = {}
+        self._meshes: dict[tuple[Any, ...], MeshChoice] = {}
 
     def costs(self, one: Configuration) -> CostModel:
         """Costs of a configuration, by the shape of the model."""
@@ -87,7 +89,7 @@ class RecipeChoices:
         nothing fits, or the axes of placement.policy do not give its learners. A smaller micro-batch is one of them
         only where the recipe's own does not fit."""
         try:
-            _ = recipe_with(self._recipe, one).placement.mesh_sizes
+            _ = self._placed(one).placement.mesh_sizes
         except PlacementError:
             return []
         found = (
@@ -105,19 +107,32 @@ class RecipeChoices:
             return False
         if _memory_key(one) == _memory_key(self._base):
             return not plan.cannot_fit
-        limits = {phase: 1.0 if phase.phase == "rollout" else 1.0 - TOLERANCE for phase in plan.phases}
-        return all(phase.num_bytes <= limit * plan.device.memory_bytes for phase, limit in limits.items())
+        return plan.fits
 
     def memory(self, one: Configuration) -> MemoryPlan:
         """Its memory by phase."""
         key = _memory_key(one)
         if key not in self._plans:
-            self._plans[key] = memory_of(recipe_with(self._recipe, one), self._device)
+            self._plans[key] = memory_of(self._placed(one), self._device)
         return self._plans[key]
+
+    def mesh(self, one: Configuration) -> MeshChoice | None:
+        """The axes of its learners where the planner chooses them."""
+        if self._recipe.placement.policy != "auto":
+            return None
+        key = _memory_key(one)
+        if key not in self._meshes:
+            self._meshes[key] = with_chosen_mesh(recipe_with(self._recipe, one), device=self._device)[1]
+        return self._meshes[key]
+
+    def _placed(self, one: Configuration) -> OnPolicyRecipe:
+        """The recipe with the keys of a configuration, and with axes that are known."""
+        recipe, choice = recipe_with(self._recipe, one), self.mesh(one)
+        return recipe if choice is None else with_sizes(recipe, choice.sizes)
 
     def update_shape(self, one: Configuration) -> UpdateShape:
         """How its learners go through a batch."""
-        recipe, algorithm = recipe_with(self._recipe, one), self._recipe.full_algorithm
+        recipe, algorithm = self._placed(one), self._recipe.full_algorithm
         episodes = self._workload.episodes / one.num_learners / algorithm.mini_batches
         micro = one.micro_batch or self._default_micro_batch
         proximal = algorithm.proximal == "always" or (algorithm.proximal == "auto" and recipe.correction is not None)
@@ -172,6 +187,8 @@ class RecipeChoices:
             what = f"sharded over {world} devices" if world > 1 else "on one device"
             each = " of each" if world > 1 and self._device.kind == "cuda" else ""
             moved = f", and collectives of an update take {1e3 * moved_s:.3g} ms, hidden or not" if world > 1 else ""
+            if (choice := self.mesh(one)) is not None:
+                reasons.append(choice.text.removesuffix("."))
             reasons.append(f"the learner {what}: its weights and moments take {gib(state)}{each}{moved}")
         return reasons
 
@@ -186,8 +203,7 @@ class RecipeChoices:
         engine = self.memory(one).engine
         if engine is None:
             return 0
-        length = min(math.ceil(_ROOM * self._episodes.mean_length), engine.max_length)
-        return engine.num_blocks // -(-length // engine.block_size)
+        return engine.sequences_of(math.ceil(_ROOM * self._episodes.mean_length))
 
     def _lanes(self, one: Configuration) -> Iterator[int]:
         """The recipe's, and twice as many while all answers that there can be at a time do not run."""

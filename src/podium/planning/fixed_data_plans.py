@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from podium.errors import RunFolderError
 from podium.planning.devices import Device
@@ -27,6 +27,9 @@ from podium.planning.shape_costs import StepTime, training_step
 from podium.recipe import SpmdRecipe
 from podium.recipe.policy_mesh import MeshSizes, PolicyMeshSection, nearest, section_of
 from podium.roles.interfaces import MICRO_BATCH
+
+if TYPE_CHECKING:
+    from podium.planning.mesh_choice import MeshChoice
 
 # A step that is shorter takes as long as starting its kernels.
 _SMALL_STEP_S = 0.02
@@ -86,7 +89,7 @@ def plan_fixed_data(recipe: SpmdRecipe, device: Device, devices: Sequence[int], 
     """Memory and step time of the recipe, and of other numbers of devices with the micro-batch that suits them. Raises
     a RecipeError if nothing fits."""
     now = fixed_data_step(recipe, device)
-    problem = refusal(now.memory, recipe)
+    problem = refusal(now.memory, recipe, choice=_chosen_mesh(recipe, device))
     found = [suited(recipe, device, number) for number in devices or (recipe.placement.devices,)]
     fitting = [each for each in found if each is not None]
     if problem is not None and not fitting:
@@ -215,11 +218,16 @@ def _axes(recipe: SpmdRecipe, step: FixedDataStep) -> str:
 
 def mesh_facts(recipe: SpmdRecipe, device: Device) -> list[str]:
     """What placement.policy: auto chooses, and why; nothing for other values."""
+    choice = _chosen_mesh(recipe, device)
+    return [] if choice is None else [choice.text]
+
+
+def _chosen_mesh(recipe: SpmdRecipe, device: Device) -> MeshChoice | None:
     if recipe.placement.policy != "auto":
-        return []
+        return None
     from podium.planning.mesh_choice import choose_mesh
 
-    return [choose_mesh(recipe, device).text]
+    return choose_mesh(recipe, device)
 
 
 def _speed(each: FixedDataStep, steps: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from podium.errors import PodiumError, RecipeError, RolloutError
 from podium.planning.activations import activation_bytes, head_bytes, layer_bytes
@@ -28,6 +28,9 @@ from podium.recipe import (
 from podium.recipe.policy_mesh import MeshSizes
 from podium.roles.interfaces import MICRO_BATCH, POLICY
 from podium.rollout.native.sizing import Sizes, choose_sizes
+
+if TYPE_CHECKING:
+    from podium.planning.mesh_choice import MeshChoice
 
 Place = Literal["learner", "generator"]
 _MASTER_BYTES = 4  # masters, moments and sums of gradients are float32
@@ -104,6 +107,13 @@ class MemoryPlan:
         """Whether even a prediction that is too high by its tolerance would not fit."""
         return self.share > 1.0 + TOLERANCE
 
+    @property
+    def fits(self) -> bool:
+        """Whether it fits with a margin for what the prediction does not know. Generation may fill the memory: its KV
+        cache takes a share of what the rest leaves."""
+        limits = {phase: 1.0 if phase.phase == "rollout" else 1.0 - TOLERANCE for phase in self.phases}
+        return all(phase.num_bytes <= limit * self.device.memory_bytes for phase, limit in limits.items())
+
     def lines(self) -> list[str]:
         """One line for each phase, and one for the host."""
         lines = [
@@ -125,13 +135,24 @@ NAME_THE_DEVICE = "If it runs on another device than was found here, name it wit
 BEGIN_ANYHOW = "If you know better, `podium train --ignore-memory` begins it."
 
 
-def refusal(plan: MemoryPlan, recipe: Recipe, otherwise: str = NAME_THE_DEVICE) -> RecipeError | None:
+def refusal(
+    plan: MemoryPlan, recipe: Recipe, otherwise: str = NAME_THE_DEVICE, choice: MeshChoice | None = None
+) -> RecipeError | None:
     """Why a run cannot fit, with the largest terms and what to change; None if it can. `otherwise`: what to do where
-    the prediction is wrong."""
+    the prediction is wrong. `choice`: of the axes, where the planner chose them."""
     if not plan.cannot_fit:
         return None
     peak, device = plan.peak, plan.device
     what = "this machine's memory" if device.kind == "cpu" else f"one {device.name}"
+    if choice is not None and choice.misfits:
+        shapes = "the only shape" if choice.misfits == 1 else f"none of the {choice.misfits} shapes"
+        least = "does not fit" if choice.misfits == 1 else "fits"
+        return RecipeError(
+            f"placement.policy: auto: {shapes} of {recipe.placement.training_devices} devices that train {least} "
+            f"{what} of {gib(device.memory_bytes)}. {choice.sizes} takes {gib(peak.num_bytes)} in its {peak.phase} "
+            f"({peak.place}){', the least' if choice.misfits > 1 else ''}: {_added_up(peak)}. "
+            f"{_advice(peak, recipe, device)} {otherwise}"
+        )
     return RecipeError(
         f"placement.devices: the run cannot fit {what} of {gib(device.memory_bytes)}. Its {peak.phase} "
         f"({peak.place}) takes about {gib(peak.num_bytes)}, most of it {_listed(peak.largest)}. "
@@ -164,7 +185,7 @@ def _advice(peak: PhaseMemory, recipe: Recipe, device: Device) -> str:
 
 def mesh_sizes(recipe: Recipe, device: Device) -> MeshSizes:
     """The axes of placement.policy on such devices; without it, all ranks shard."""
-    if recipe.placement.policy == "auto" and isinstance(recipe, SpmdRecipe):
+    if recipe.placement.policy == "auto":
         from podium.planning.mesh_choice import choose_mesh
 
         return choose_mesh(recipe, device).sizes
@@ -465,19 +486,28 @@ def _listed(terms: Sequence[MemoryTerm]) -> str:
     return ", ".join(f"{term.name} {gib(term.num_bytes)}" for term in terms)
 
 
+def _added_up(phase: PhaseMemory) -> str:
+    """Its three largest terms and the others, as a sum."""
+    largest = phase.largest
+    terms = [f"{term.name} {gib(term.num_bytes)}" for term in largest]
+    left = phase.num_bytes - sum(term.num_bytes for term in largest)
+    return " + ".join([*terms, *([f"{len(phase.terms) - len(largest)} smaller terms {gib(left)}"] if left else [])])
+
+
 def gib(num_bytes: float) -> str:
     """Bytes as a text."""
     value = num_bytes / GIB
     return f"{value:.1f} GiB" if value >= 0.1 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def memory_lines(recipe: Recipe, device: Device) -> list[str]:
-    """What `podium check` says of memory: the peak, or why it is not known. Raises an error if the run cannot fit."""
+def memory_lines(recipe: Recipe, device: Device, choice: MeshChoice | None = None) -> list[str]:
+    """What `podium check` says of memory: the peak, or why it is not known. Raises an error if the run cannot fit.
+    `choice`: of the axes, where the planner chose them."""
     try:
         plan = memory_of(recipe, device)
     except PodiumError as error:
         return [f"memory: not predicted. {error}"]
-    problem = refusal(plan, recipe)
+    problem = refusal(plan, recipe, choice=choice)
     if problem is not None:
         raise problem
     peak = plan.peak

@@ -20,13 +20,12 @@ from podium.planning.prediction import Configuration, Prediction
 from podium.planning.run_costs import Estimate, RunCosts, estimate_costs
 from podium.planning.run_records import configuration_of, opened, program_of, read_records, step_lines, workload_of
 from podium.planning.search import STALENESSES, MeasuredChoices, SearchResult, predicted, search
-from podium.planning.shape_costs import Episodes
+from podium.planning.shape_costs import USUAL_PROMPT, Episodes
 from podium.recipe import OnPolicyRecipe, Recipe, SpmdRecipe
 from podium.recipe.generator_mesh import KEY as GENERATOR_KEY
 
 # Before a run nothing is known of its answers but their limit.
 _USUAL_PART, _USUAL_SIGMA = 4, 0.8
-_USUAL_PROMPT = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,14 +174,15 @@ def plan_recipe(
     episodes, assumed = _episodes(recipe, assumptions, shape_of(recipe.model).context)
     choices = RecipeChoices(recipe, device, episodes, base, workload)
     memory = choices.memory(base)
-    problem = refusal(memory, recipe)
+    mesh = choices.mesh(base)
+    problem = refusal(memory, recipe, choice=mesh)
     try:
         found = search(choices, workload, base, devices=devices or (base.devices,), stalenesses=stalenesses)
     except RecipeError as error:
         raise (problem or error) from error
     now = predicted(choices, workload, base) if problem is None else None
     best = found.fastest if now is None else min(found.fastest, now, key=lambda each: each.step_s)
-    facts = memory.lines() + ([] if now is None else _phase_facts(now))
+    facts = ([] if mesh is None else [mesh.text]) + memory.lines() + ([] if now is None else _phase_facts(now))
     return Plan(
         title=f"{recipe.program} on {device.name}: {base.name}",
         facts=(*facts, *([] if problem is None else [f"as it is, it cannot run. {problem}"])),
@@ -221,7 +221,7 @@ def _episodes(recipe: OnPolicyRecipe, assumptions: Assumptions, context: int) ->
     limit = recipe.rollout.max_new_tokens
     answer = assumptions.answer_tokens or max(1, limit // _USUAL_PART)
     room = max(1, (recipe.data.max_length or context) - limit)
-    prompt = assumptions.prompt_tokens or min(_USUAL_PROMPT, room)
+    prompt = assumptions.prompt_tokens or min(USUAL_PROMPT, room)
     episodes = Episodes(
         prompt_tokens=prompt,
         answer_tokens=LogNormal(median=min(answer, limit), sigma=_USUAL_SIGMA, cap=limit),

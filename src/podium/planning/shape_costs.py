@@ -33,6 +33,7 @@ _LOGITS_PASSES, _LOGITS_GRADIENT_PASSES = 3, 3
 _ADAPTER_PASSES = 6
 # Sampling writes the float32 logits of a lane and reads them.
 _SAMPLING_BYTES = 8
+USUAL_PROMPT = 256  # tokens; before a run nothing is known of its prompts
 _NO_TIME = LogNormal(median=0.0)
 _EPISODES = 64  # of which the cost of a token is computed
 

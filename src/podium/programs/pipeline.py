@@ -140,6 +140,7 @@ def _run_stage(
             result = verbs.train(prepared)
         case "resume":
             folder.note(name, replace(record, status="running"))
+            prepared = _with_axes_of(run, prepared)
             say(f"resumes where it was interrupted (fingerprint {short(fingerprint)})")
             result = verbs.resume(prepared, run)
         case "export":
@@ -156,6 +157,16 @@ def _run_stage(
         "trained" if action == "train" else "resumed" if action == "resume" else "exported"
     )
     return StageOutcome(name=name, done=done, fingerprint=fingerprint, result=result)
+
+
+def _with_axes_of(run: RunFolder, prepared: Prepared) -> Prepared:
+    """A stage whose axes are left to the planner goes on with those that it began with, on as many devices."""
+    recipe, before = prepared.recipe, run.recipe(needs_environment=False).placement
+    is_as_large = before.training_devices == recipe.placement.training_devices
+    if prepared.mesh_reason is None or before.policy is None or not is_as_large:
+        return prepared
+    placement = recipe.placement.model_copy(update={"policy": before.policy})
+    return replace(prepared, recipe=recipe.model_copy(update={"placement": placement}), mesh_reason=None)
 
 
 def _say(console: PlainConsole, title: str, text: str) -> None:

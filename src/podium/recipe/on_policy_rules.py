@@ -285,8 +285,6 @@ def _placement(recipe: OnPolicyRecipe) -> Iterator[str]:
                     f"placement.{key}: with layout colocated all devices generate. Remove it, or set layout split or "
                     "elastic."
                 )
-    if placement.policy == "auto":
-        yield "placement.policy: auto is for programs on fixed data. Remove it (all learners shard), or give the axes."
     if placement.layout == "elastic":
         yield from _elastic(recipe)
     if placement.launcher == "inline" and placement.devices > 1:

@@ -69,6 +69,14 @@ def resolved(recipe: RecipeT, model_config: Mapping[str, Any]) -> RecipeT:
     return _same_program(recipe, values)
 
 
+def with_max_length(recipe: RecipeT, model_config: Mapping[str, Any]) -> RecipeT:
+    """The recipe with the `data.max_length` that the resolved one has, and everything else as it is."""
+    if recipe.data.max_length is not None:
+        return recipe
+    data = recipe.data.model_copy(update={"max_length": _max_length(recipe, model_config)})
+    return recipe.model_copy(update={"data": data})
+
+
 def _has_auto_correction(recipe: OnPolicyRecipe) -> bool:
     return isinstance(recipe.algorithm, PolicySection) and recipe.algorithm.correction == "auto"
 

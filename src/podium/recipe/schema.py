@@ -224,9 +224,9 @@ class PlacementSection(Section):
     onednn: Switch | None = Field(None, description="oneDNN on CPU; default: chosen by measuring.")
     policy: PolicyMesh | None = Field(
         None,
-        description="Axes over which the devices that train hold the model; default: all of them shard. auto, with "
-        "fixed data: the planner chooses by memory, then by time of collectives and optimizer; the run folder's recipe "
-        "says what.",
+        description="Axes over which the devices that train hold the model; default: all of them shard. auto: "
+        "the planner chooses by memory, then by time of collectives and optimizer; the run folder's recipe has the "
+        "sizes and the reason.",
     )
     experts: Count = Field(
         1,

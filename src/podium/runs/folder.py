@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import platform
 import shutil
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,11 +128,16 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, recipe: Recipe, *, files: Mapping[str, str] | None = None, lineage: Mapping[str, Any] | None = None
+        cls,
+        recipe: Recipe,
+        *,
+        files: Mapping[str, str] | None = None,
+        lineage: Mapping[str, Any] | None = None,
+        mesh_reason: str | None = None,
     ) -> RunFolder:
         """Creates a folder with the recipe, the run's lineage, and fingerprints of the files that must not change
         before a resume. Never overwrites a run that has begun, only the remains of a killed start. The folder appears
-        under its name when it is complete."""
+        under its name when it is complete. `mesh_reason`: why the planner chose the axes of placement.policy."""
         cls.check_free(recipe)
         folder = cls.of(recipe)
         path, new = folder.path, cls(path=_incomplete(folder.path))
@@ -141,7 +148,7 @@ class RunFolder:
             with new.held():
                 _empty(new.path)
                 new.checkpoints.mkdir()
-                new.recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
+                new.recipe_file.write_text(_comment(mesh_reason) + dump_recipe(recipe), encoding="utf-8")
                 new.update(
                     status="starting", versions=_versions(), program=recipe.written("program") or recipe.program,
                     files=dict(files or {}), lineage=dict(lineage or {}),
@@ -197,9 +204,19 @@ class RunFolder:
         state = self.state() if self._state_file.exists() else {}
         write_atomically(self._state_file, json.dumps({**state, **values}, indent=1))
 
-    def write_recipe(self, recipe: Recipe) -> None:
-        """Replaces the run's recipe file."""
-        write_atomically(self.recipe_file, dump_recipe(recipe))
+    def write_recipe(self, recipe: Recipe, *, mesh_reason: str | None = None) -> None:
+        """Replaces the run's recipe file. Without another reason, that of axes which stay is kept."""
+        comment = _comment(mesh_reason) if mesh_reason is not None else self._kept_comment(recipe)
+        write_atomically(self.recipe_file, comment + dump_recipe(recipe))
+
+    def _kept_comment(self, recipe: Recipe) -> str:
+        """What the recipe file says of its axes, if the recipe has the same."""
+        if not self.recipe_file.is_file():
+            return ""
+        lines = self.recipe_file.read_text(encoding="utf-8").splitlines(keepends=True)
+        comment = "".join(itertools.takewhile(lambda line: line.startswith("# "), lines))
+        is_same = comment and self.recipe(needs_environment=False).placement.policy == recipe.placement.policy
+        return comment if is_same else ""
 
     @property
     def _overwritten(self) -> Path:
@@ -450,6 +467,14 @@ def is_held(path: Path) -> bool:
 def row_lines(step: int, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Rows of a step as lines of samples.jsonl or skipped_rows.jsonl."""
     return [json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n" for row in rows]
+
+
+def _comment(mesh_reason: str | None) -> str:
+    """Why the planner chose the axes, above the recipe."""
+    if mesh_reason is None:
+        return ""
+    lines = textwrap.wrap(mesh_reason, 118, break_long_words=False, break_on_hyphens=False)
+    return "".join(f"# {line}\n" for line in lines)
 
 
 def write_atomically(path: Path, text: str) -> None:

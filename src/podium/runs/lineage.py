@@ -40,6 +40,7 @@ class Prepared:
 
     recipe: Recipe
     model: Path  # the folder of model.path
+    mesh_reason: str | None = None  # why the planner chose the axes of placement.policy, where it did
 
     @functools.cached_property
     def inputs(self) -> tuple[Input, ...]:

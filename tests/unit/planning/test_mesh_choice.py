@@ -123,16 +123,16 @@ def test_devices_that_are_not_known_here_all_shard(tmp_path: Path, monkeypatch: 
     found: list[Device | None] = [None]
     monkeypatch.setattr(mesh_choice, "found_device", lambda kind: found[0])
 
-    chosen, text = with_chosen_mesh(recipe)
+    chosen, choice = with_chosen_mesh(recipe)
     assert chosen.placement.policy == PolicyMeshSection(shard=8)
-    assert "does not know this machine's GPU" in text
+    assert "does not know this machine's GPU" in choice.text
     found[0] = H200
-    chosen, text = with_chosen_mesh(recipe, world=16)  # ranks of torchrun
+    chosen, _ = with_chosen_mesh(recipe, world=16)  # ranks of torchrun
     assert chosen.placement.devices == 16
     assert isinstance(chosen.placement.policy, PolicyMeshSection)
     assert chosen.placement.policy.sizes(16).devices == 16
     on_ray = recipe.model_copy(update={"placement": recipe.placement.model_copy(update={"launcher": "ray"})})
-    assert "devices of other machines" in with_chosen_mesh(on_ray)[1]
+    assert "devices of other machines" in with_chosen_mesh(on_ray)[1].text
 
 
 def test_time_of_collectives_by_the_link_of_their_group() -> None:

@@ -112,13 +112,8 @@ def test_auto_is_a_word_beside_sizes() -> None:
             make_recipe("placement.devices=8", f"placement.policy={wrong}")
 
 
-@pytest.mark.parametrize(
-    ("policy", "sentence"),
-    [
-        ("auto", r"auto is for programs on fixed data"),
-        ("{context: 3}", r"replicate 1 × context 3 × tensor 1 = 3 does not divide 2 devices\. Use"),
-    ],
-)
-def test_what_learners_cannot_do_is_refused(policy: str, sentence: str) -> None:
+def test_learners_have_the_rules_of_ranks() -> None:
+    assert on_policy_recipe("placement.devices=2", "placement.policy=auto").placement.policy == "auto"
+    sentence = r"replicate 1 × context 3 × tensor 1 = 3 does not divide 2 devices\. Use"
     with pytest.raises(RecipeError, match=sentence):
-        on_policy_recipe("placement.devices=2", f"placement.policy={policy}")
+        on_policy_recipe("placement.devices=2", "placement.policy={context: 3}")

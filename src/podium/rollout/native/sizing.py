@@ -43,6 +43,10 @@ class Sizes:
         """Tokens that the whole cache holds."""
         return self.num_blocks * self.block_size
 
+    def sequences_of(self, length: int) -> int:
+        """How many sequences of this length the whole cache holds."""
+        return self.num_blocks // -(-min(length, self.max_length) // self.block_size)
+
 
 def choose_sizes(section: EngineSection, *, context: int, token_bytes: int, cuda: bool, free_bytes: int) -> Sizes:
     """`context`: longest sequence of the model; `token_bytes`: keys and values of one token in all layers."""
