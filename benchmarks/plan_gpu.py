@@ -139,7 +139,7 @@ def predictions(case: Case, device: Device) -> dict[str, float]:
     """Seconds of the step and its phases, and bytes; without what a shape does not tell: the controller."""
     recipe = case.recipe()
     memory = memory_of(recipe, device)
-    peak = {"peak bytes": float(memory.peak.num_bytes)}
+    peak = {"peak bytes": float(memory.held_bytes)}
     if not isinstance(recipe, OnPolicyRecipe):
         context = memory.peak.of("CUDA context")
         peak |= {"allocated bytes": float(memory.peak.num_bytes - context)} if context else {}

@@ -54,6 +54,7 @@ class Device:
     link: float = 25e9  # bytes per second between devices of one machine
     network: float | None = None  # bytes per second of a device to other machines; None: as fast as `link`
     per_machine: int = 8  # devices
+    workspace_bytes: int = 0  # of cuBLAS and cuBLASLt, which torch's allocator gives them
     efficiency: Efficiency = Efficiency()
     is_measured: bool = False  # by `podium plan --calibrate` on this machine
 
@@ -71,11 +72,12 @@ class Device:
 _NETWORK = 50e9
 
 
-def _gpu(name: str, gib: float, tflops: float, tb_s: float, link_gb_s: float) -> Device:
-    """`gib`: what the driver reports, a little less than the name says."""
+def _gpu(name: str, gib: float, tflops: float, tb_s: float, link_gb_s: float, workspace_mib: int = 4) -> Device:
+    """`gib`: what the driver reports, a little less than the name says. `workspace_mib`: what NVIDIA's reference of
+    cuBLAS recommends for each of two libraries."""
     return Device(
         name=name, kind="cuda", memory_bytes=int(gib * GIB), matrix_flops=tflops * 1e12, bandwidth=tb_s * 1e12,
-        link=link_gb_s * 1e9, network=_NETWORK,
+        link=link_gb_s * 1e9, network=_NETWORK, workspace_bytes=2 * workspace_mib << 20,
     )  # fmt: skip
 
 
@@ -87,15 +89,15 @@ _CPU_EFFICIENCY = Efficiency(
 )  # fmt: skip
 # Datasheets: dense bfloat16 without sparsity, memory bandwidth, and links between devices in one direction.
 _TABLE: tuple[Device, ...] = (
-    _gpu("H200", 139.8, 989, 4.8, 450),
-    _gpu("H100 SXM", 79.1, 989, 3.35, 450),
-    _gpu("H100 PCIe", 79.1, 756, 2.0, 64),
+    _gpu("H200", 139.8, 989, 4.8, 450, 32),
+    _gpu("H100 SXM", 79.1, 989, 3.35, 450, 32),
+    _gpu("H100 PCIe", 79.1, 756, 2.0, 64, 32),
     _gpu("A100 80GB", 79.1, 312, 2.04, 300),
     _gpu("A100 40GB", 39.4, 312, 1.555, 300),
     _gpu("L40S", 44.4, 362, 0.864, 32),
     _gpu("RTX 4090", 23.5, 165, 1.008, 32),
-    _gpu("B200", 178.0, 2250, 8.0, 900),
-    _gpu("MI300X", 191.5, 1307, 5.3, 448),
+    _gpu("B200", 178.0, 2250, 8.0, 900, 32),
+    _gpu("MI300X", 191.5, 1307, 5.3, 448, 0),
     Device(
         name="CPU core", kind="cpu", memory_bytes=8 * GIB, matrix_flops=50e9, bandwidth=12e9, link=2e9,
         efficiency=_CPU_EFFICIENCY,
@@ -216,7 +218,7 @@ def _calibrated(device: Device, cache: Path | None) -> Device:
     try:
         efficiency = Efficiency(**stored["efficiency"])
         values = {field.name: stored[field.name] for field in fields(Device) if field.name in stored}
-        now = {"memory_bytes": device.memory_bytes, "per_machine": device.per_machine}
+        now = {key: getattr(device, key) for key in ("memory_bytes", "per_machine", "workspace_bytes")}
         return Device(**{**values, "efficiency": efficiency, **now})
     except (KeyError, TypeError):
         return device

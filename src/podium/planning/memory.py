@@ -3,7 +3,7 @@
 
 It follows what the engines allocate: engine/sharding.py (weights and masters), engine/train_step.py (gradients),
 engine/optimizer.py (moments), models/head.py (logits by chunks), rollout/native/sizing.py (KV cache) and
-weights/whole_copy.py (weights of generators)."""
+weights/whole_copy.py (weights of generators); and what torch's allocator keeps beside."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from podium.errors import PodiumError, RecipeError, RolloutError
 from podium.planning.activations import activation_bytes, head_bytes, layer_bytes
+from podium.planning.allocator import freed_logits, state_rounding
 from podium.planning.devices import GIB, Device
 from podium.planning.model_shape import ModelShape, shape_of
 from podium.planning.tensor_shapes import divided, with_own_experts
@@ -57,11 +58,27 @@ class PhaseMemory:
     phase: str
     place: Place
     terms: tuple[MemoryTerm, ...]
+    kept: tuple[MemoryTerm, ...] = ()  # by torch's allocator, beyond live tensors
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
+        """All that is needed."""
         return sum(term.num_bytes for term in self.terms)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the process holds, as nvidia-smi shows it: also what torch's allocator keeps. It gives whole segments
+        back where memory is short."""
+        return self.num_bytes + sum(term.num_bytes for term in self.kept)
+
+    @property
+    def held_text(self) -> str:
+        """A part of a sentence that says so; empty: it keeps nothing that is known."""
+        if not self.kept:
+            return ""
+        return (
+            f"; the process holds about {gib(self.held_bytes)} with what torch's allocator keeps: {_listed(self.kept)}"
+        )
 
     @property
     def largest(self) -> tuple[MemoryTerm, ...]:
@@ -86,6 +103,11 @@ class MemoryPlan:
     def peak(self) -> PhaseMemory:
         """The phase that takes most."""
         return max(self.phases, key=lambda phase: phase.num_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """The most that a process holds of a device."""
+        return max(phase.held_bytes for phase in self.phases)
 
     @property
     def of_learner(self) -> PhaseMemory:
@@ -118,7 +140,7 @@ class MemoryPlan:
         """One line for each phase, and one for the host."""
         lines = [
             f"memory, {each.phase} ({each.place}): {gib(each.num_bytes)} of {gib(self.device.memory_bytes)}: "
-            f"{_listed(sorted(each.terms, key=lambda term: -term.num_bytes))}"
+            f"{_listed(sorted(each.terms, key=lambda term: -term.num_bytes))}{each.held_text}"
             for each in self.phases
         ]
         return lines if not self.host else [*lines, f"memory of the host: {_listed(self.host)}"]
@@ -229,7 +251,8 @@ class _Needs:
         recipe, frozen = self._recipe, self._frozen_models()
         divergence = isinstance(recipe, DistillRecipe)
         terms = [*self._state(self._shape), *frozen, *self._update_terms(self._shape, divergence=divergence)]
-        return [self._phase("training step", "learner", terms, self._workers)]
+        kept = self._kept(fused=not divergence)
+        return [self._phase("training step", "learner", terms, self._workers, kept)]
 
     def on_policy(self) -> list[PhaseMemory]:
         """Rollout, scores and update, each with what the roles hold in it."""
@@ -269,7 +292,7 @@ class _Needs:
                 own_terms = self._with_cache(own)
                 phases.append(self._phase("rollout", "generator", own_terms, self._generators(recipe)))
         update = [*state, *frozen, *critic, *judges, *cache_while_learning, *self._update_terms(self._shape)]
-        phases.append(self._phase("update", "learner", update, self._workers))
+        phases.append(self._phase("update", "learner", update, self._workers, self._kept()))
         if not self._cuda and layout != "colocated":  # one machine's memory holds both sides at the same time
             phases = [self._together(phases)]
         return phases
@@ -349,9 +372,9 @@ class _Needs:
 
         recipe = self._recipe
         assert isinstance(recipe, OnPolicyRecipe)
-        context = CONTEXT_BYTES[self._device.kind]
         workers = 1 if self._cuda else recipe.placement.devices
-        free = self._device.memory_bytes // workers - context - sum(term.num_bytes for term in held)
+        taken = sum(term.num_bytes for term in (*held, *self._of_process()))
+        free = self._device.memory_bytes // workers - taken
         shape = self._whole  # generators do not divide what the learners do
         token_bytes = shape.cache_elements * self._itemsize // parts
         section = recipe.rollout.model_copy(update={"max_length": longest_sequence(recipe)}) if (
@@ -422,10 +445,33 @@ class _Needs:
         state = self._state(divided(shape_of(section, key="critic.path").with_labels(1), self._tensor))
         return [MemoryTerm(name="critic", num_bytes=sum(term.num_bytes for term in state))]
 
-    def _phase(self, name: str, place: Place, terms: Sequence[MemoryTerm], workers: int) -> PhaseMemory:
-        what = "CUDA context" if self._cuda else "processes"
-        together = [*terms, MemoryTerm(name=what, num_bytes=CONTEXT_BYTES[self._device.kind])]
-        return PhaseMemory(phase=name, place=place, terms=_summed(together, workers))
+    def _kept(self, *, fused: bool = True) -> list[MemoryTerm]:
+        """What torch's allocator keeps in an update on CUDA beyond live tensors, as far as its rules say it: of state
+        on a single device, and of chunks of the head. `fused`: the loss is of log-probs, not of distributions."""
+        if not self._cuda:
+            return []
+        freed = rounding = 0
+        if fused and self._is_compiled and self._shape.num_labels is None:
+            freed = freed_logits(self._tokens, self._shape.vocab_rows, itemsize=self._itemsize)
+        if self._world == 1:
+            rounding = state_rounding(self._shape, self._itemsize, offloaded=self._offloads_state)
+        terms = {"freed logits": freed, "rounded segments": rounding}
+        return [MemoryTerm(name=name, num_bytes=size) for name, size in terms.items() if size]
+
+    def _phase(
+        self, name: str, place: Place, terms: Sequence[MemoryTerm], workers: int, kept: Sequence[MemoryTerm] = ()
+    ) -> PhaseMemory:
+        return PhaseMemory(
+            phase=name, place=place, terms=_summed([*terms, *self._of_process()], workers), kept=tuple(kept)
+        )
+
+    def _of_process(self) -> list[MemoryTerm]:
+        """What a process holds before any tensor of a run, and the libraries' own."""
+        what, size = "CUDA context" if self._cuda else "processes", CONTEXT_BYTES[self._device.kind]
+        terms = [MemoryTerm(name=what, num_bytes=size)]
+        if self._device.workspace_bytes:
+            terms.append(MemoryTerm(name="cuBLAS workspaces", num_bytes=self._device.workspace_bytes))
+        return terms
 
     def _together(self, phases: Sequence[PhaseMemory]) -> PhaseMemory:
         """The generators' phase and the larger one of the learners."""
@@ -514,5 +560,5 @@ def memory_lines(recipe: Recipe, device: Device, choice: MeshChoice | None = Non
     tight = " It is close: the prediction is good to 5%." if plan.share > 1.0 - TOLERANCE else ""
     return [
         f"memory: {peak.phase} ({peak.place}) takes about {gib(peak.num_bytes)} of {gib(device.memory_bytes)} of "
-        f"{device.name}: {_listed(peak.largest)}.{tight}"
+        f"{device.name}: {_listed(peak.largest)}{peak.held_text}.{tight}"
     ]

@@ -145,6 +145,7 @@ def memory_values(memory: MemoryPlan) -> list[dict[str, Any]]:
         {
             "phase": phase.phase, "place": phase.place, "bytes": phase.num_bytes,
             "terms": {term.name: term.num_bytes for term in phase.terms},
+            "kept": {term.name: term.num_bytes for term in phase.kept}, "held_bytes": phase.held_bytes,
         }
         for phase in memory.phases
     ]  # fmt: skip
