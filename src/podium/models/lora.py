@@ -62,17 +62,31 @@ def has_adapter(model: nn.Module) -> bool:
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """peft's layers that compute y = Wx + s·B(A(x)), with the names of the linear layers that they stand for."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "lora_A", None), nn.ModuleDict):
+            yield name, module
+
+
+def merged_weight(layer: Any) -> Tensor:
+    """W + s·BA of one adapted layer, in float32. The layer does not change."""
+    merged: Tensor = layer.get_base_layer().weight.detach().to(torch.float32, copy=True)
+    outer, inner = layer.lora_B[_ADAPTER].weight.detach().float(), layer.lora_A[_ADAPTER].weight.detach().float()
+    return merged.addmm_(outer, inner, alpha=layer.scaling[_ADAPTER])
+
+
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
     """A context in which the model computes as its base. It does not touch parameters and their gradients, so it is
     safe for sharded models. It must not be entered between a forward and its backward."""
-    layers = [module for module in model.modules() if isinstance(getattr(module, "lora_A", None), nn.ModuleDict)]
+    layers = [layer for _, layer in adapted_layers(model)]
     if not layers:
         raise ModelError("there is no adapter to switch off: the model was built without model.lora.")
     before = [layer._disable_adapters for layer in layers]
     # The public switch also changes requires_grad, which sharding has already read.
     for layer in layers:
-        layer._disable_adapters = True  # type: ignore[assignment]
+        layer._disable_adapters = True
     try:
         yield
     finally:
@@ -82,12 +96,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 def merge(model: PreTrainedModel) -> None:
     """W becomes W + s·BA, and the adapter is removed: a plain model again."""
-    layers = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
-    ]
-    for name, layer in layers:
+    for name, layer in list(adapted_layers(model)):
         layer.merge()
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, layer.get_base_layer())
@@ -239,8 +248,8 @@ def _require_linear(peft: Any, model: PreTrainedModel, section: LoraSection) -> 
     effect."""
     key = "model.lora.targets" if section.adapter is None else KEY
     ends = [model.get_input_embeddings(), model.get_output_embeddings(), getattr(model, HEAD, None)]
-    for name, module in model.named_modules():
-        if isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and (
+    for name, module in adapted_layers(model):
+        if (
             not isinstance(module, peft.tuners.lora.Linear)
             or not _is_linear(module.get_base_layer())
             or any(module is end for end in ends)

@@ -29,6 +29,7 @@ from podium.rollout.native.cache import attention_layers, bytes_per_token
 from podium.rollout.native.engine_memory import EngineMemory, free_on_each
 from podium.rollout.native.engine_weights import EngineWeights, copies_in_fp8
 from podium.rollout.native.expert_cache import ExpertCache
+from podium.rollout.native.merged_copy import MergedCopy
 from podium.rollout.native.rows import Rows, RowTable, Sequence
 from podium.rollout.native.runner import Runner, SamplingTable, StepResult, StepSamples
 from podium.rollout.native.runners import make_runner
@@ -58,7 +59,8 @@ class _Launched:
 
 class NativeEngine:
     """Generates with `model` itself. On one device that is the learner's own module: the next step uses an update of
-    the learner at once, and `install` only verifies it. If the learner is sharded, it is the module of a WholeCopy."""
+    the learner at once, and `install` only verifies it. If the learner is sharded, it is the module of a WholeCopy.
+    With a MergedCopy of its adapter it generates with that, which is merged again with every version."""
 
     def __init__(
         self,
@@ -71,14 +73,19 @@ class NativeEngine:
         version: int = 0,
         records_experts: bool = False,
         group: TensorLeader | None = None,
+        merged: MergedCopy | None = None,
     ) -> None:
         """`decode`: token ids to text, needed for stop strings only. `copy`: freed while the engine sleeps.
         `records_experts`: completions of a mixture say which experts their tokens went to. `group`: other ranks, which
-        have the other parts of a divided model; the engine closes it."""
+        have the other parts of a divided model; the engine closes it. `merged`: of the adapter of `model`; the engine
+        computes with it, takes weights into `model`, and closes it."""
         section = section or EngineSection()
+        self._weights, self._merged = EngineWeights(model, group), merged
+        if merged is not None:
+            model = merged.model
+            merged.fill()
         self._model, self._device, self._decode, self._copy = model, device, decode, copy
         self._version, self._group = version, group
-        self._weights = EngineWeights(model, group)
         self._lock = FairLock()
         model.eval()
         fp8 = self._fp8 = copies_in_fp8(model, device, section)
@@ -98,8 +105,9 @@ class NativeEngine:
         # One block more than are allocated: idle lanes of a graph write there.
         num_blocks = sizes.num_blocks + (0 if sizes.slots else 1)
         self._memory = EngineMemory(
-            shapes, dtype, device, num_blocks=num_blocks, block_size=sizes.block_size, copy=copy, group=group, fp8=fp8
-        )
+            shapes, dtype, device, num_blocks=num_blocks, block_size=sizes.block_size, copy=copy, group=group, fp8=fp8,
+            merged=merged,
+        )  # fmt: skip
         cache = self._cache = self._memory.cache
         self._block_manager = BlockManager(sizes.num_blocks, sizes.block_size, remember=section.reuse_prefixes)
         self._experts: ExpertCache | None = None
@@ -241,7 +249,7 @@ class NativeEngine:
             self._block_manager.forget()
             try:
                 self._weights.take(version, delivery)
-                self._copy_to_fp8()
+                self._make_copies()
             except BaseException as error:
                 self._refusal = str(error) if isinstance(error, WeightMismatchError) else "the last install failed"
                 raise
@@ -262,11 +270,16 @@ class NativeEngine:
             self._preempt_all()
             self._block_manager.forget()
             self._weights.check(version)
-            self._copy_to_fp8()
+            self._make_copies()
             self._version, self._refusal = version.number, None
 
-    def _copy_to_fp8(self) -> None:
-        if self._fp8 is not None and not self._asleep:
+    def _make_copies(self) -> None:
+        """Computes what follows from the weights: those with the adapter merged, and those in fp8."""
+        if self._asleep:
+            return
+        if self._merged is not None:
+            self._merged.refill()
+        if self._fp8 is not None:
             self._fp8.copy_weights()
 
     # Memory
@@ -296,8 +309,8 @@ class NativeEngine:
             if moved:
                 self._runner.forget_addresses()
             self._asleep = False
-            if self._copy is None:
-                self._copy_to_fp8()
+            if self._copy is None and self._fp8 is not None:
+                self._make_copies()
             return change
 
     # State
@@ -352,6 +365,8 @@ class NativeEngine:
                 raise RolloutError("an engine over several devices does not score given tokens. Use one device.")
             if len(tokens_T) > self._sizes.max_length:
                 raise RolloutError(f"{len(tokens_T)} tokens are more than the context of {self._sizes.max_length}.")
+            if self._merged is not None:
+                self._merged.fill()
             return score_tokens(self._model, self._device, tokens_T)
 
     def close(self) -> None:
@@ -364,6 +379,8 @@ class NativeEngine:
             self._launched.clear()
             self._runner.close()
             self._memory.close()
+            if self._merged is not None:
+                self._merged.close()
             if self._fp8 is not None:
                 self._fp8.drop_copies()
             if self._group is not None:
@@ -377,6 +394,8 @@ class NativeEngine:
         tokens that the host has seen, so that a caller can fix the cause and continue."""
         if self._model.training:
             self._model.eval()
+        if self._merged is not None:
+            self._merged.fill()  # after a sleep with the same weights
         began_s = time.monotonic()
         if self._speculation is not None and self._speculation.begin_step(self._scheduler.num_running):
             self._take_in(lag=0)  # what comes next is proposed from what came before

@@ -11,6 +11,7 @@ from podium.models.fp8 import Fp8Layers
 from podium.rollout.engine import MemoryChange
 from podium.rollout.native.cache import KVCache, LayerShape, bytes_per_token
 from podium.rollout.native.holding import Holding, free_bytes, hold
+from podium.rollout.native.merged_copy import MergedCopy
 from podium.rollout.native.tensor_group import Allocate, LeadingCache, Sleep, TensorLeader, Wake
 from podium.weights.whole_copy import WholeCopy
 
@@ -37,9 +38,11 @@ class EngineMemory:
         copy: WholeCopy | None,
         group: TensorLeader | None,
         fp8: Fp8Layers | None = None,
+        merged: MergedCopy | None = None,
     ) -> None:
         self._device, self._group = device, group
-        self._copies: list[WholeCopy | Fp8Layers] = [each for each in (copy, fp8) if each is not None]
+        copies = (copy, merged, fp8)
+        self._copies: list[WholeCopy | MergedCopy | Fp8Layers] = [each for each in copies if each is not None]
         size = num_blocks * block_size * bytes_per_token(shapes, dtype)
         self._holding: Holding = hold(size, device)
         storage = self._holding.bytes

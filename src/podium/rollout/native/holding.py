@@ -162,6 +162,7 @@ class MappedHolding:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(code, ctypes.byref(text))
             raise RolloutError(
-                f"{name} failed with {(text.value or b'an unknown error').decode()!r} on the way to device memory for "
-                "keys and values. Lower rollout.memory_gib, or let other roles give up memory first."
+                f"{name} failed with {(text.value or b'an unknown error').decode()!r} on the way to device memory of "
+                "the engine (keys and values, merged weights). Lower rollout.memory_gib, or let other roles give up "
+                "memory first."
             )
