@@ -4,6 +4,8 @@
     .venv/bin/python benchmarks/grpo.py                                     tiny Qwen3 on CPU, beside TRL
     python benchmarks/grpo.py --device cuda --shape 0.6b --peers ""         Podium alone on a GPU
     python benchmarks/grpo.py ... --against OTHER/src                       beside another commit of Podium
+    python benchmarks/grpo.py --device cuda --shape 8b --lora 32 --adapters apart merged --peers ""
+                                            an adapter, apart from its base in generation and merged into it
 
 TRL runs in the environment of requirements.txt (.venv-bench), or in this one where it can be imported; without it only
 Podium's figures are printed. Same model config, same prompts in the same order, 8 prompts x 8 samples, every answer as
@@ -66,12 +68,13 @@ def main() -> None:
             shortest=asked.prompt_tokens[0],
             longest=asked.prompt_tokens[1],
             new_tokens=asked.new_tokens,
+            lora=asked.lora,
         )
         make_task(task)
         task.write(Path(scratch) / "task.json")
         sides = podium_sides(
             asked.devices, asked.against, without_fork_server=asked.without_fork_server,
-            without_restarts=asked.without_restarts,
+            without_restarts=asked.without_restarts, adapters=asked.adapters,
         )  # fmt: skip
         if "trl" in asked.peers.split(","):
             sides += trl_sides(asked.device)
@@ -94,14 +97,19 @@ def main() -> None:
 
 
 def podium_sides(
-    devices: Sequence[int], against: Path | None, *, without_fork_server: bool, without_restarts: bool
-) -> list[Side]:
+    devices: Sequence[int], against: Path | None, *, without_fork_server: bool, without_restarts: bool,
+    adapters: Sequence[str] = (),
+) -> list[Side]:  # fmt: skip
     """One for each number of devices, and beside it what it is compared with."""
     sides = []
     for count in devices:
         name = f"Podium, {count} device{'s' if count > 1 else ''}"
         command = (sys.executable, str(HERE / "grpo_podium.py"), "--devices", str(count))
-        sides.append(Side(name=name, command=command, threads=1))
+        if not adapters:
+            sides.append(Side(name=name, command=command, threads=1))
+        for adapter in adapters:
+            chosen = (*command, "--adapter", adapter)
+            sides.append(Side(name=f"{name}, {adapter}", command=chosen, threads=1))
         if without_fork_server:
             sides.append(Side(name=f"{name}, no forks", command=(*command, "--without-fork-server"), threads=1))
         if without_restarts:
@@ -255,6 +263,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--without-restarts", action="store_true", help="a side more: placement.restarts: 0, no snapshots"
     )
+    parser.add_argument("--lora", type=int, help="rank of an adapter; default: all weights are trained")
+    parser.add_argument(
+        "--adapters", nargs="+", choices=["auto", "merged", "apart"], default=[],
+        help="rollout.adapter with --lora; each a side",
+    )  # fmt: skip
     parser.add_argument("--turns", type=int, help="of each side; CPU: 3, CUDA: 1")
     parser.add_argument("--steps", type=int, default=10, help="of a turn, warm-up included")
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed")
@@ -267,6 +280,10 @@ def parsed() -> argparse.Namespace:
     found.turns = found.turns or (1 if cuda else 3)
     found.prompt_tokens = found.prompt_tokens or ([64, 256] if cuda else [8, 64])
     found.new_tokens = found.new_tokens or (256 if cuda else 64)
+    if found.adapters and found.lora is None:
+        parser.error("--adapters needs --lora")
+    if found.lora is not None and "trl" in found.peers.split(","):
+        parser.error('TRL\'s side trains all weights: with --lora give --peers ""')
     if not 0 < found.warmup < found.steps:
         parser.error("--warmup must be at least 1 and below --steps")
     return found

@@ -24,19 +24,22 @@ def main() -> None:
     parser.add_argument("--devices", type=int, required=True)
     parser.add_argument("--without-fork-server", action="store_true")
     parser.add_argument("--without-restarts", action="store_true", help="no snapshots in memory")
+    parser.add_argument("--adapter", choices=["auto", "merged", "apart"], help="rollout.adapter, with an adapter")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         # Named only where it is not the default: other commits that are compared may not know it.
         placement: dict[str, object] = {"fork_workers": False} if asked.without_fork_server else {}
         placement |= {"restarts": 0} if asked.without_restarts else {}
-        train(Task.read(asked.task), asked.devices, placement, scratch).write(asked.out)
+        train(Task.read(asked.task), asked.devices, placement, scratch, asked.adapter).write(asked.out)
 
 
-def train(task: Task, devices: int, placement: Mapping[str, object], scratch: str) -> SideResult:
+def train(
+    task: Task, devices: int, placement: Mapping[str, object], scratch: str, adapter: str | None = None
+) -> SideResult:
     """Trains for `steps` and accounts what came after `warmup`."""
     StepClock.cpu_at = frozenset({task.warmup, task.steps})
-    podium.train(recipe_of(task, devices, placement, scratch))
+    podium.train(recipe_of(task, devices, placement, scratch, adapter))
     lines = [each for each in read_metrics(Path(scratch) / "grpo" / "metrics.jsonl") if "step_s" in each.values]
     assert [line.step for line in lines] == list(range(1, task.steps + 1))
     timed = [line.values for line in lines[task.warmup :]]
@@ -54,15 +57,18 @@ def train(task: Task, devices: int, placement: Mapping[str, object], scratch: st
     )
 
 
-def recipe_of(task: Task, devices: int, placement: Mapping[str, object], scratch: str) -> podium.Recipe:
-    """The recipe of the task, whose run is in `scratch`."""
+def recipe_of(
+    task: Task, devices: int, placement: Mapping[str, object], scratch: str, adapter: str | None = None
+) -> podium.Recipe:
+    """The recipe of the task, whose run is in `scratch`. `adapter`: rollout.adapter, if it is not the default."""
     # The thread and the kernels that suit so small a model are given, as they are to the peer: measuring them at the
     # start, as Podium does otherwise, is at the mercy of what else runs then.
     cpu = {"threads": 1, "onednn": False} if task.device == "cpu" else {}
     return podium.parse_recipe(
         {
             "program": "grpo",
-            "model": {"path": str(task.model), "init": "random"},
+            "model": {"path": str(task.model), "init": "random"}
+            | ({} if task.lora is None else {"lora": {"rank": task.lora}}),
             "data": {
                 "train": [{"path": str(task.prompts)}],
                 "shuffle": False,
@@ -72,7 +78,8 @@ def recipe_of(task: Task, devices: int, placement: Mapping[str, object], scratch
                 "prompts_per_step": PROMPTS,
                 "samples_per_prompt": SAMPLES,
                 "max_new_tokens": task.new_tokens,
-            },
+            }
+            | ({} if adapter is None else {"adapter": adapter}),
             "reward": [{"function": f"{HERE / 'grpo_reward.py'}:small_digits"}],
             "optimizer": {"lr": LEARNING_RATE, "clip_norm": CLIP_NORM},
             "steps": task.steps,

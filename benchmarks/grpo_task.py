@@ -29,6 +29,7 @@ class Task:
     shortest: int  # prompt, in tokens
     longest: int
     new_tokens: int  # of every answer
+    lora: int | None = None  # rank of an adapter; None: all weights are trained
 
     @property
     def model(self) -> Path:

@@ -23,6 +23,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096,
     },
+    "8b": {
+        "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 
@@ -69,9 +74,8 @@ def make_model(shape: str, folder: Path) -> Path:
     """A Qwen3 config of this shape; weights are drawn when it is loaded."""
     import transformers
 
-    config = transformers.Qwen3Config(
-        **SHAPES[shape], tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0
-    )
+    sizes = {"tie_word_embeddings": True} | SHAPES[shape]
+    config = transformers.Qwen3Config(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=0)
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(folder)
     return folder
