@@ -53,6 +53,7 @@ def prepare(recipe: Recipe) -> Prepared:
     check_recipe(recipe)
     model = local_folder(recipe.model.path, "model.path")
     recipe, reason = with_axes(resolved(recipe, read_config(model, "model.path")))
+    recipe = _with_adapter(recipe)
     recipe = _counted(recipe) if recipe.epochs is not None else recipe
     return Prepared(recipe=recipe, model=model, mesh_reason=reason)
 
@@ -72,6 +73,22 @@ def with_axes(recipe: RecipeT) -> tuple[RecipeT, str | None]:
     console.note(choice.text)
     console.close()
     return chosen, choice.text
+
+
+def _with_adapter(recipe: Recipe) -> Recipe:
+    """A recipe that leaves to the planner what generators compute with, with the choice, which is then said and
+    saved."""
+    if not isinstance(recipe, OnPolicyRecipe) or recipe.model.lora is None or recipe.rollout.adapter != "auto":
+        return recipe
+    from podium.memory_checks import runs_elsewhere
+    from podium.observe import open_console
+    from podium.planning.adapter_choice import with_chosen_adapter
+
+    chosen, text = with_chosen_adapter(recipe, is_here=not runs_elsewhere(recipe))
+    console = open_console(rank=0)
+    console.note(text)
+    console.close()
+    return chosen
 
 
 def _counted(recipe: RecipeT) -> RecipeT:

@@ -41,7 +41,7 @@ def refuse_what_cannot_fit(recipe: Recipe) -> None:
     from podium.planning.devices import found_device
     from podium.planning.memory import BEGIN_ANYHOW, memory_of, refusal
 
-    if _runs_elsewhere(recipe):
+    if runs_elsewhere(recipe):
         return
     device = found_device(recipe.placement.device)
     if device is None:
@@ -61,7 +61,7 @@ def refuse_what_cannot_fit(recipe: Recipe) -> None:
         raise problem
 
 
-def _runs_elsewhere(recipe: Recipe) -> bool:
+def runs_elsewhere(recipe: Recipe) -> bool:
     """Whether other machines than this one may take part."""
     from podium.spmd.launch import place_under_torchrun
 

@@ -56,6 +56,21 @@ def test_grpo_trains_the_adapter_alone_on_the_learners_own_modules(workspace: Wo
     assert (workspace.path / "out" / "adapter_model.safetensors").is_file()
 
 
+def test_merged_weights_give_the_numbers_of_base_and_adapter_apart(workspace: Workspace) -> None:
+    """In float32 they sample the same tokens, and the gap between engine and learner stays that of rounding."""
+    changes = {"model": adapted(workspace), "algorithm": {"kl": KL}, "optimizer": {"lr": 1e-2}}
+    apart = trained(workspace, rl_recipe(workspace, "apart", **changes))
+    merged = trained(workspace, rl_recipe(workspace, "merged", **changes, rollout={"adapter": "merged"}))
+    stored = [(workspace.path / "runs" / name / "recipe.yaml").read_text() for name in ("apart", "merged")]
+    assert ["adapter: apart" in text for text in stored] == [True, False]  # `auto` on CPU, and what was asked for
+    assert ["adapter: merged" in text for text in stored] == [False, True]
+    for step, values in apart.items():
+        assert merged[step]["gap/max"] < 1e-4
+        for name in ("reward/mean", "loss", "grad_norm", "kl/rollout_reference", "trained_tokens"):
+            assert merged[step][name] == pytest.approx(values[name], rel=1e-3, abs=1e-6), (step, name)
+    assert apart[3]["kl/rollout_reference"] > 1e-4  # the adapter is no longer nothing
+
+
 @pytest.mark.slow
 def test_grpo_with_an_adapter_learns(workspace: Workspace) -> None:
     changes = {"steps": 16, "optimizer": {"lr": 2e-2}, "rollout": {"prompts_per_step": 8, "samples_per_prompt": 8}}
@@ -93,6 +108,7 @@ def test_a_reference_that_starts_from_an_adapter_is_base_and_adapter(workspace: 
 
 METHODS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"kl": {"coefficient": 0.2, "target": 0.001, "horizon": 100}, "mini_batches": 2}},
+    "merged": {"rollout": {"adapter": "merged"}},
     "refreshed": {"algorithm": {"kl": {"coefficient": 0.2, "refresh_every": 2}}},
     "ppo": {"program": "ppo", "critic": {"warmup_steps": 1}, "algorithm": {"lam": 0.9}},
 }
@@ -131,11 +147,14 @@ def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("adapter", ["apart", "merged"])
 @pytest.mark.parametrize("layout", ["split", "colocated"])
-def test_workers_on_ray_have_the_numbers_of_one_inline(workspace: Workspace, ray_folder: None, layout: str) -> None:
+def test_workers_on_ray_have_the_numbers_of_one_inline(
+    workspace: Workspace, ray_folder: None, layout: str, adapter: str
+) -> None:
     """Split: a generator of its own reads the base and is sent adapters. Colocated: two ranks shard, and each has a
     whole copy."""
-    changes = {"model": adapted(workspace), "algorithm": {"kl": KL}}
+    changes = {"model": adapted(workspace), "algorithm": {"kl": KL}, "rollout": {"adapter": adapter}}
     inline = trained(workspace, rl_recipe(workspace, "inline", **changes))
     placement = {"launcher": "ray", "devices": 2, "layout": layout}
     recipe = rl_recipe(workspace, "workers", **changes, placement=placement)
@@ -145,3 +164,21 @@ def test_workers_on_ray_have_the_numbers_of_one_inline(workspace: Workspace, ray
     for step, values in inline.items():
         for name in ("reward/mean", "loss", "grad_norm", "entropy", "kl/rollout_reference", "trained_tokens"):
             assert found[step][name] == pytest.approx(values[name], rel=1e-3, abs=1e-6), (step, name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("layout", ["split", "elastic"])
+def test_merged_generators_work_ahead_of_the_learner(workspace: Workspace, ray_folder: None, layout: str) -> None:
+    """Staleness 1: sequences go on over new versions, and every token has the log-prob of the merged weights that
+    sampled it, which the learner finds again for those of its own version."""
+    recipe = rl_recipe(
+        workspace, "ahead", model=adapted(workspace), steps=5, optimizer={"lr": 1e-2},
+        rollout={"adapter": "merged", "staleness": 1},
+        placement={"launcher": "ray", "devices": 2, "layout": layout},
+    )  # fmt: skip
+    said = said_by("train", recipe, output=workspace.path / "said")
+    assert "step 5: runs/ahead" in said
+    found = numbers(workspace.path / "runs" / "ahead")
+    assert max(values["staleness/max"] for values in found.values()) == 1.0
+    assert all(values["gap/max"] < 1e-4 for values in found.values())

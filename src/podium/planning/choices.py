@@ -31,6 +31,7 @@ _ROOM = 1.25
 _SMALLER, _LARGER = 4, 3
 _LANE_DOUBLINGS = 4
 _UPDATE_TERMS = ("activations", "logits", "gradients", "gathered layers")
+_GENERATION_TERMS = ("KV cache", "weight copies", "merged weights")
 
 
 def recipe_with(recipe: OnPolicyRecipe, one: Configuration) -> OnPolicyRecipe:
@@ -149,7 +150,7 @@ class RecipeChoices:
             longest = self._recipe.data.max_length or self.shape.context
             most = min(micro, math.ceil(together * self._workload.episodes * longest / one.num_learners))
             update_bytes -= int(update.of("activations") * max(0.0, 1.0 - tokens / passes / most))
-            cache_bytes = rollout.of("KV cache") + rollout.of("weight copies")
+            cache_bytes = sum(rollout.of(name) for name in _GENERATION_TERMS)
         return UpdateShape(
             num_learners=one.num_learners,
             episodes=episodes,

@@ -2,8 +2,9 @@
 """How much memory a recipe takes on each device, phase by phase and by named terms, before anything runs. Torch-free.
 
 It follows what the engines allocate: engine/sharding.py (weights and masters), engine/train_step.py (gradients),
-engine/optimizer.py (moments), models/head.py (logits by chunks), rollout/native/sizing.py (KV cache) and
-weights/whole_copy.py (weights of generators); and what torch's allocator keeps beside."""
+engine/optimizer.py (moments), models/head.py (logits by chunks), rollout/native/sizing.py (KV cache),
+weights/whole_copy.py and rollout/native/merged_copy.py (weights of generators); and what torch's allocator keeps
+beside."""
 
 from __future__ import annotations
 
@@ -214,6 +215,15 @@ def mesh_sizes(recipe: Recipe, device: Device) -> MeshSizes:
     return recipe.placement.mesh_sizes
 
 
+def merges_adapter(recipe: OnPolicyRecipe, device: Device) -> bool:
+    """Whether generators compute with merged weights on such devices."""
+    if recipe.rollout.adapter == "auto" and recipe.model.lora is not None:
+        from podium.planning.adapter_choice import choose_adapter
+
+        return choose_adapter(recipe, device).adapter == "merged"
+    return recipe.rollout.merges_adapter
+
+
 class _Needs:
     """Bytes of one recipe on one kind of device."""
 
@@ -277,19 +287,21 @@ class _Needs:
         size = recipe.placement.generator_tensor
         own = [MemoryTerm(name="weights", num_bytes=self._whole.num_parameters * self._itemsize // size)]
         sleeps = bool(leaving & {"generator", LENT})
+        merged = self._merged_weights(recipe)
         phases: list[PhaseMemory] = []
         cache_while_learning: list[MemoryTerm] = []
         if layout == "split":
-            terms = self._with_cache(own, size)
+            terms = self._with_cache([*own, *merged], size)
             phases.append(self._phase("rollout", "generator", terms, self._generators(recipe)))
         else:
             copies = [] if ranks == 1 else [MemoryTerm(name="weight copies", num_bytes=own[0].num_bytes)]
+            copies += merged
             terms = self._with_cache([*kept, *beside, *copies], recipe.placement.colocated_tensor)
             phases.append(self._phase("rollout", "learner", terms, self._workers))
             if not sleeps:
                 cache_while_learning = [*copies, *_named(terms, "KV cache")]
             if layout == "elastic":
-                own_terms = self._with_cache(own)
+                own_terms = self._with_cache([*own, *merged])
                 phases.append(self._phase("rollout", "generator", own_terms, self._generators(recipe)))
         update = [*state, *frozen, *critic, *judges, *cache_while_learning, *self._update_terms(self._shape)]
         phases.append(self._phase("update", "learner", update, self._workers, self._kept()))
@@ -316,6 +328,12 @@ class _Needs:
         return terms
 
     # Terms
+
+    def _merged_weights(self, recipe: OnPolicyRecipe) -> list[MemoryTerm]:
+        """Copies of the adapted layers' weights, with the adapter merged, beside each generator's."""
+        if not merges_adapter(recipe, self._device):
+            return []
+        return [MemoryTerm(name="merged weights", num_bytes=self._whole.adapted_parameters * self._itemsize)]
 
     def _state(self, shape: ModelShape) -> list[MemoryTerm]:
         """Weights, masters and moments of a trained model on one rank."""

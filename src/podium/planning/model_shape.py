@@ -85,6 +85,12 @@ class ModelShape:
         return any(each.part == "adapter" for each in self.tensors)
 
     @property
+    def adapted_parameters(self) -> int:
+        """Of the weights that have an adapter, without the adapter."""
+        adapted = {each.name.removesuffix(".lora_A") for each in self.tensors if each.part == "adapter"}
+        return sum(each.numel for each in self.tensors if each.is_linear and each.name in adapted)
+
+    @property
     def query_width(self) -> int:
         """Query heads × head width."""
         return self.num_heads * self.head_dim

@@ -10,6 +10,7 @@ from typing import Any
 
 from podium.controller.simulation.costs import LogNormal
 from podium.errors import RecipeError, RunFolderError
+from podium.planning.adapter_choice import adapter_facts
 from podium.planning.choices import RecipeChoices, recipe_changes
 from podium.planning.devices import Device
 from podium.planning.fixed_data_plans import plan_fixed_data, plan_fixed_data_run
@@ -182,7 +183,8 @@ def plan_recipe(
         raise (problem or error) from error
     now = predicted(choices, workload, base) if problem is None else None
     best = found.fastest if now is None else min(found.fastest, now, key=lambda each: each.step_s)
-    facts = ([] if mesh is None else [mesh.text]) + memory.lines() + ([] if now is None else _phase_facts(now))
+    facts = [*([] if mesh is None else [mesh.text]), *memory.lines(), *adapter_facts(recipe, device)]
+    facts += [] if now is None else _phase_facts(now)
     return Plan(
         title=f"{recipe.program} on {device.name}: {base.name}",
         facts=(*facts, *([] if problem is None else [f"as it is, it cannot run. {problem}"])),

@@ -72,17 +72,18 @@ _RESOLVED = ("epochs", "optimizer.warmup_ratio")
 
 
 # Newer than the first stored fingerprints: at these values, recipes keep the fingerprint that they had without the key.
-_OFF = {
-    "rollout.staleness": 0,
-    "rollout.on_new_weights": "keep",
-    "model.fp8": False,
-    "rollout.fp8": False,
-    "model.control_tokens_in_content": "text",
-    "environment.gymnasium": None,
-    "environment.openenv": None,
-    "environment.verifiers": None,
-    "environment.agent": None,
-    "environment.agent_command": [],
+_OFF: Mapping[str, tuple[Any, ...]] = {
+    "rollout.staleness": (0,),
+    "rollout.on_new_weights": ("keep",),
+    "rollout.adapter": ("auto", "apart"),
+    "model.fp8": (False,),
+    "rollout.fp8": (False,),
+    "model.control_tokens_in_content": ("text",),
+    "environment.gymnasium": (None,),
+    "environment.openenv": (None,),
+    "environment.verifiers": (None,),
+    "environment.agent": (None,),
+    "environment.agent_command": ([],),
 }
 
 
@@ -137,7 +138,7 @@ def what_matters(recipe: Recipe) -> dict[str, Any]:
     return {
         key: value
         for key, value in flat.items()
-        if key not in _RESOLVED and not _is_harmless(key, recipe) and not (key in _OFF and value == _OFF[key])
+        if key not in _RESOLVED and not _is_harmless(key, recipe) and value not in _OFF.get(key, ())
     }
 
 

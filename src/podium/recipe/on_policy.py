@@ -66,6 +66,12 @@ class RolloutSection(EngineSection):
         description="Mixtures of experts: the learner's routers choose the experts that the engine's chose while "
         "sampling. auto: where engine and model can; on: else it is an error.",
     )
+    adapter: Literal["auto", "merged", "apart"] = Field(
+        "auto",
+        description="With model.lora, what generators compute with: weights into which the adapter is merged with "
+        "every version, copies of those of the adapted layers; or base and adapter apart, as the learner does. auto: "
+        "merged on CUDA where memory allows, else apart.",
+    )
     record: Switch | None = Field(
         None,
         description="Records what every step is trained on, so that `podium replay` can run the updates again. "
@@ -76,6 +82,11 @@ class RolloutSection(EngineSection):
     def is_recorded(self) -> bool:
         """Whether the run records what its steps are trained on."""
         return self.staleness > 0 if self.record is None else self.record
+
+    @property
+    def merges_adapter(self) -> bool:
+        """Whether generators compute with an adapter that is merged into its base."""
+        return self.adapter == "merged"
 
     @property
     def truncated_by(self) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ def on_policy_rules(recipe: OnPolicyRecipe) -> list[str]:
         *_placement(recipe),
         *generator_rules(recipe),
         *_engine(recipe),
+        *_adapter(recipe),
         *_staleness(recipe),
         *_environment(recipe),
     ]
@@ -340,6 +341,22 @@ def _engine(recipe: OnPolicyRecipe) -> Iterator[str]:
         yield (
             "rollout.engine: vllm is given whole weights of the shapes of model.path, so model.lora and "
             "model.new_tokens need the native engine."
+        )
+
+
+def _adapter(recipe: OnPolicyRecipe) -> Iterator[str]:
+    adapter, tensor = recipe.rollout.adapter, recipe.placement.generator_tensor
+    if adapter == "auto":
+        return
+    if recipe.model.lora is None:
+        yield (
+            f"rollout.adapter: {adapter} says how generators use an adapter, and there is none. Add model.lora, or "
+            "remove it."
+        )
+    elif adapter == "merged" and tensor > 1:
+        yield (
+            f"rollout.adapter: merged weights are whole on one device, and each generator has {tensor}. Set it to "
+            "apart, or remove the generators' tensor parallelism."
         )
 
 

@@ -29,7 +29,7 @@ from podium.roles.generator_part import GeneratorPartRank
 from podium.roles.interfaces import Generator, GeneratorSpec, GeneratorUsage
 from podium.roles.learner import LearnerRank
 from podium.roles.mailboxes import Mailboxes
-from podium.rollout.checkpoints import open_engine
+from podium.rollout.checkpoints import merged_copy, open_engine
 from podium.rollout.engine import InFlight, Load, MemoryChange, RolloutEngine, speculation_counts
 from podium.rollout.native.engine import NativeEngine
 from podium.rollout.native.speculation import require_speculation
@@ -248,7 +248,7 @@ class GeneratorRank(Generator):
             opened = open_engine(
                 spec.model, spec.folder, mesh, section, tokenizer=self._tokenizer, max_length=spec.max_length,
                 cpu=spec.cpu, records_experts=spec.records_experts, tensor=spec.tensor, timeout_s=spec.deadline_s,
-                on_death=_end_with_a_rank,
+                on_death=_end_with_a_rank, merges_adapter=spec.rollout.merges_adapter,
             )  # fmt: skip
             return opened.engine
         self._learner = learner = context.colocated_role(spec.learner, LearnerRank)
@@ -265,10 +265,11 @@ class GeneratorRank(Generator):
             self._copy.refill()
             model = self._copy.model
         require_speculation(mesh.device.type, section.speculation.tokens)
+        merged = merged_copy(model, spec.model, spec.folder, mesh.device) if spec.rollout.merges_adapter else None
         with torch.no_grad():
             return NativeEngine(
                 model, mesh.device, section, decode=self._decode, copy=self._copy,
-                records_experts=spec.records_experts, group=group,
+                records_experts=spec.records_experts, group=group, merged=merged,
             )  # fmt: skip
 
     def _requests(self, shard: PromptShard, plan: SamplingPlan) -> list[Request]:

@@ -15,12 +15,13 @@ from podium.data.tokenizer import answer_text, require_embeddings
 from podium.engine.mesh import Mesh
 from podium.engine.sharding import compute_dtype
 from podium.errors import RolloutError
-from podium.models.causal_lm import load_config
+from podium.models.causal_lm import PackedCausalLM, load_config
 from podium.models.cpu_settings import CpuSettings
 from podium.recipe import ModelSection, RolloutSection
 from podium.rollout.engine import RolloutEngine
 from podium.rollout.native.engine import NativeEngine
 from podium.rollout.native.loading import load_for_engine
+from podium.rollout.native.merged_copy import MergedCopy
 from podium.rollout.native.speculation import require_speculation
 
 _GIB = 1 << 30
@@ -64,23 +65,26 @@ def open_engine(
     tensor: int = 1,
     timeout_s: float = 600.0,
     on_death: Callable[[str], object] = lambda reason: None,
+    merges_adapter: bool = False,
 ) -> OpenedEngine:
     """Opens the engine that `rollout` names. `cpu`: settings measured by an earlier start, which are reused.
     `records_experts`: completions say which experts of a mixture their tokens went to (native engine). `tensor`: number
     of devices that hold the model together, from that of the mesh on. `timeout_s`: longest wait of these for each
-    other; `on_death` is told why one of them has ended (native engine)."""
+    other; `on_death` is told why one of them has ended (native engine). `merges_adapter`: the engine generates with
+    the adapter merged into its base (native engine)."""
     rollout = rollout.model_copy(update={"max_length": max_length})
     if rollout.engine == "vllm":
         return _open_vllm(section, folder, mesh, rollout, tensor=tensor)
     return _open_native(
         section, folder, mesh, rollout, tokenizer, cpu, records_experts=records_experts, tensor=tensor,
-        timeout_s=timeout_s, on_death=on_death,
+        timeout_s=timeout_s, on_death=on_death, merges_adapter=merges_adapter,
     )  # fmt: skip
 
 
 def _open_native(
     section: ModelSection, folder: Path, mesh: Mesh, rollout: RolloutSection, tokenizer: Any, cpu: CpuSettings | None,
     *, records_experts: bool, tensor: int, timeout_s: float, on_death: Callable[[str], object],
+    merges_adapter: bool,
 ) -> OpenedEngine:  # fmt: skip
     require_speculation(mesh.device.type, rollout.speculation.tokens)
     group = None
@@ -100,7 +104,10 @@ def _open_native(
         return answer_text(tokenizer, tokens)
 
     try:
-        engine = NativeEngine(model, mesh.device, rollout, decode=decode, records_experts=records_experts, group=group)
+        merged = merged_copy(model, section, folder, mesh.device) if merges_adapter else None
+        engine = NativeEngine(
+            model, mesh.device, rollout, decode=decode, records_experts=records_experts, group=group, merged=merged
+        )
     except BaseException:
         if group is not None:
             group.close()
@@ -115,6 +122,12 @@ def _open_native(
     ranks = "" if tensor == 1 else f"{tensor} × "
     words = f"{type(model.hf).__name__}, {count / 1e6:.2f}M parameters, {_name(dtype)} on {ranks}{place_name}"
     return OpenedEngine(engine=engine, words=words, cpu=cpu if mesh.device.type == "cpu" else None)
+
+
+def merged_copy(model: PackedCausalLM, section: ModelSection, folder: Path, device: torch.device) -> MergedCopy:
+    """Weights for generation in which the adapter of `model` is merged."""
+    config = load_config(folder, trust_remote_code=section.trust_remote_code)
+    return MergedCopy(model, section, config, device)
 
 
 def _open_vllm(

@@ -79,6 +79,18 @@ RULES: list[tuple[tuple[str, ...], str]] = [
         ("rollout.engine=vllm", "placement={layout: split, devices: 2}", "rollout.speculation={tokens: 8}"),
         "rollout.speculation.tokens",
     ),
+    # What generators compute with.
+    (("rollout.adapter=merged",), "rollout.adapter"),
+    (("rollout.adapter=apart",), "rollout.adapter"),
+    (("rollout.adapter=sometimes", "model.lora={}"), "rollout.adapter"),
+    (
+        (
+            "rollout.adapter=merged",
+            "model.lora={}",
+            "placement={devices: 4, policy: {tensor: 2}, generator: {tensor: 2}}",
+        ),
+        "rollout.adapter",
+    ),
     # Staleness.
     (("rollout.staleness=-1", SPLIT), "rollout.staleness"),
     (("rollout.staleness=true", SPLIT), "rollout.staleness"),
