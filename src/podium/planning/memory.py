@@ -193,6 +193,8 @@ def _advice(peak: PhaseMemory, recipe: Recipe, device: Device) -> str:
         advice.append("lower micro_batch_tokens")
     if "KV cache" in names:
         advice.append("lower rollout.memory_gib")
+    if "merged weights" in names:
+        advice.append("set rollout.adapter to apart")
     state = {"weights", "optimizer moments", "float32 masters", "gradients"}
     if names & state and recipe.model.lora is None:
         advice.append("train an adapter (model.lora)")

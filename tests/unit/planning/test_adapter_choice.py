@@ -18,7 +18,7 @@ from podium.models.causal_lm import load_config
 from podium.planning import adapter_choice
 from podium.planning.adapter_choice import choose_adapter, with_chosen_adapter
 from podium.planning.devices import GIB, Device, device_named
-from podium.planning.memory import memory_of
+from podium.planning.memory import memory_of, refusal
 from podium.planning.plans import plan_recipe
 from podium.recipe import ModelSection, OnPolicyRecipe, apply_overrides, parse_recipe
 from podium.recipe.changes import changes, what_matters
@@ -75,6 +75,13 @@ def test_cpus_and_divided_generators_keep_it_apart(qwen: Path) -> None:
     assert choose_adapter(grpo(qwen), cpu).text == "rollout.adapter: auto is apart: merged weights are for GPUs"
     divided = grpo(qwen, "placement={devices: 2, policy: {tensor: 2}, generator: {tensor: 2}}")
     assert "divided over several" in choose_adapter(divided, H200).text
+
+
+def test_what_cannot_fit_with_them_is_told_to_keep_it_apart(qwen: Path) -> None:
+    recipe = grpo(qwen, "rollout.adapter=merged")
+    problem = refusal(memory_of(recipe, replace(H100, memory_bytes=24 * GIB)), recipe)
+    assert problem is not None
+    assert "set rollout.adapter to apart" in str(problem)
 
 
 @pytest.mark.parametrize("layout", ["split", "elastic"])
