@@ -256,6 +256,7 @@ async def _started(
     cpu = folder.cpu_settings(num_learners(recipe))
     layout = layout_of(recipe, folder, device=device, resume_step=resume_step, cpu=cpu, names=names)
     timeouts = Timeouts(
+        start_s=max(Timeouts().start_s, placement.timeout_s),  # large models are loaded, and vLLM compiles them
         collective_s=placement.collective_s,
         heartbeat_timeout_s=placement.heartbeat_timeout_s,
         hang_s=placement.timeout_s,
