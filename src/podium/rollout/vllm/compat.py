@@ -169,6 +169,24 @@ def begin_reload(worker: Any) -> None:
 
     with set_current_vllm_config(worker.vllm_config):
         initialize_layerwise_reload(model_of(worker))
+    if is_cpu():
+        _forget_expert_kernels(worker)
+
+
+def _forget_expert_kernels(worker: Any) -> None:
+    """On a CPU vLLM packs experts only where a layer makes its kernel, which it does once: without this, new weights
+    would be read as packed ones and are not. The kernels of layers that get no weights are restored at the end."""
+    forgotten = []
+    for method in _expert_methods(model_of(worker)):
+        if method.moe_kernel is not None:
+            forgotten.append((method, method.moe_kernel))
+            method.moe_kernel = None
+    worker.podium_expert_kernels = forgotten
+
+
+def _expert_methods(model: torch.nn.Module) -> list[Any]:
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    return [each for each in methods if hasattr(each, "moe_kernel")]
 
 
 def load_weights(worker: Any, tensors: Sequence[tuple[str, Tensor]]) -> set[str]:
@@ -189,6 +207,9 @@ def finish_reload(worker: Any) -> None:
     model = model_of(worker)
     with set_current_vllm_config(worker.vllm_config):
         finalize_layerwise_reload(model, worker.vllm_config.model_config)
+        for method, kernel in getattr(worker, "podium_expert_kernels", ()):
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
         _repack_tied_head(model)
     worker.model_runner.reset_encoder_cache()
 

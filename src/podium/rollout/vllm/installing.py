@@ -26,9 +26,6 @@ _PART_BYTES = 32 * 2**20
 
 def load_weights(engine: Any, version: WeightVersion, delivery: Delivery, folder: str) -> None:
     """Loads weights into all workers of `engine`. When this raises, the model holds a mix of both versions."""
-    [reason, *_] = engine.collective_rpc("podium_why_no_weights")
-    if reason is not None:
-        raise RolloutError(f"version {version.number} cannot be installed: {reason}")
     # Workers in other processes get copies over shared memory, which only works for host tensors.
     to_host = compat.world_size(engine) > 1
     engine.collective_rpc("podium_begin_weights")

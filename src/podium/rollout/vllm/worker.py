@@ -27,13 +27,6 @@ class PodiumWorker:
         """Samples with PolicySampler from now on."""
         compat.set_sampler(self, PolicySampler(self))
 
-    def podium_why_no_weights(self) -> str | None:
-        """Why this model's weights cannot be replaced, or None."""
-        if compat.is_cpu() and compat.has_fused_experts(compat.model_of(self)):
-            # Seen with 0.32.0: reloading the same weights changes log-probs by 0.1.
-            return "vLLM's CPU build does not renew the experts of a mixture rightly. Use the native engine, or a GPU."
-        return None
-
     def podium_begin_weights(self) -> None:
         """Opens the model for new weights."""
         self._podium_loaded: set[str] = set()

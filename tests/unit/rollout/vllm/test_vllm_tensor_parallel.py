@@ -75,7 +75,7 @@ def test_all_ranks_get_whole_weights_on_the_host_and_keep_their_part_themselves(
     weights, to_two = Weights.of(Judge(folder).model), Engine(2)
     load_weights(to_two, weights.version(3), weights, str(folder))
     names = [name for name, _ in to_two.calls]
-    assert names[:2] == ["podium_why_no_weights", "podium_begin_weights"]
+    assert names[0] == "podium_begin_weights"
     assert names[-1] == "podium_finish_weights"
     taken = dict(pair for name, args in to_two.calls if name == "podium_take_weights" for pair in args[0])
     assert taken.keys() == weights.tensors_by_name.keys()
