@@ -15,10 +15,11 @@ import torch
 
 from helpers.tiny import save_tiny_model
 from podium.errors import MissingExtraError, ModelError, RolloutError
+from podium.rollout.requests import Completion
 from podium.rollout.vllm.engine import VllmEngine
 from podium.rollout.vllm.sampling import position_seed, sampling_params
 from podium.rollout.vllm.settings import VllmSettings, require_vllm
-from rollout.judge import PROMPT, Judge, Weights, answer, answers, ask
+from rollout.judge import DEADLINE_S, PROMPT, Judge, Weights, answer, answers, ask
 
 needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM is not installed in this environment: run `make test-vllm`"
@@ -150,5 +151,106 @@ def test_a_mixture_of_experts_takes_new_weights(mixtures: list[Path]) -> None:
             completion = answer(engine, ask(version, new=12))
             np.testing.assert_allclose(completion.logprobs_L, judge.logprobs_L(completion), atol=1e-4)
             assert set(completion.versions_L.tolist()) == {version}
+    finally:
+        engine.close()
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_answers_of_a_mixture_say_which_experts_their_tokens_went_to(mixtures: list[Path]) -> None:
+    """Also of a prompt taken in parts, of one from the prefix cache, and of an answer that was cancelled."""
+    judge, engine = Judge(mixtures[0]), VllmEngine(settings(mixtures[0], records_experts=True, step_tokens=64))
+    prompt = range(1, 101)
+    try:
+        found = answers(engine, [ask(0, prompt), ask(1, range(5, 40), new=20), ask(2, PROMPT, new=1)])
+        again = answer(engine, ask(3, prompt, seed=3))
+        assert again.reused_tokens > 0
+        engine.submit([ask(4, new=100), ask(5, new=1)])
+        assert next(engine.results(deadline_s=DEADLINE_S)).id.prompt_index == 5
+        engine.cancel([ask(4).id])
+        [cancelled] = engine.results(deadline_s=DEADLINE_S)
+        assert cancelled.finish == "cancelled"
+        assert cancelled.num_tokens > 0
+        for completion in (*found.values(), again, cancelled):
+            _same_experts(completion.experts, judge, completion)
+            assert len(completion.experts) == len(completion.prompt) + completion.num_tokens - 1
+    finally:
+        engine.close()
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_a_token_keeps_the_experts_of_the_weights_that_fed_it_first(mixtures: list[Path]) -> None:
+    """Also where its cache is computed again after an update."""
+    old, new = (Judge(folder) for folder in mixtures)
+    weights, engine = Weights.of(new.model), VllmEngine(settings(mixtures[0], records_experts=True))
+    try:
+        engine.submit([ask(0, new=60), ask(1, new=5)])
+        results = engine.results(deadline_s=DEADLINE_S)
+        assert next(results).id.prompt_index == 1
+        engine.install(weights.version(1), weights, in_flight="recompute")
+        [completion] = results
+    finally:
+        engine.close()
+    fed_by_old = len(PROMPT) + int((completion.versions_L == 0).sum()) - 1
+    assert len(PROMPT) < fed_by_old < len(completion.experts)
+    _same_experts(completion.experts[:fed_by_old], old, completion)
+    chosen = _chosen(new, completion)[fed_by_old:]
+    assert np.array_equal(np.sort(completion.experts[fed_by_old:]), chosen)
+    assert not np.array_equal(_chosen(old, completion)[fed_by_old:], chosen)
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_a_dense_model_has_no_experts_to_record(rollout_folder: Path) -> None:
+    engine = VllmEngine(settings(rollout_folder, records_experts=True))
+    try:
+        assert answer(engine, ask(0)).experts is None
+    finally:
+        engine.close()
+
+
+@torch.no_grad()
+def _chosen(judge: Judge, completion: Completion) -> np.ndarray:
+    """[T, L, K], sorted: experts that transformers' routers choose for all tokens that were fed."""
+    tokens = torch.tensor([[*completion.prompt.tolist(), *completion.tokens_L.tolist()][:-1]])
+    logits = judge.model(tokens, output_router_logits=True).router_logits  # of each layer, [T, E]
+    return np.stack([np.sort(each.topk(3).indices.numpy()) for each in logits], axis=1)
+
+
+def _same_experts(experts: np.ndarray | None, judge: Judge, completion: Completion) -> None:
+    assert experts is not None
+    assert experts.dtype == np.uint8
+    assert np.array_equal(np.sort(experts), _chosen(judge, completion)[: len(experts)])
+
+
+@needs_vllm
+@pytest.mark.vllm
+@pytest.mark.parametrize("kind", ["dense", "mixture"])
+def test_two_workers_share_a_model_and_take_new_weights(
+    kind: str, rollout_folder: Path, other_folder: Path, mixtures: list[Path]
+) -> None:
+    """Each rank gets whole weights and loads its part."""
+    folders = [rollout_folder, other_folder] if kind == "dense" else mixtures
+    old, new = (Judge(folder) for folder in folders)
+    weights = Weights.of(new.model)
+    engine = VllmEngine(settings(folders[0], tensor_parallel=2, records_experts=kind == "mixture"))
+    try:
+        for completion in answers(engine, [ask(0, new=12), ask(1, range(3, 40), new=12, temperature=0.7)]).values():
+            temperature = 1.0 if completion.id.prompt_index == 0 else 0.7
+            expected = old.logprobs_L(completion, temperature=temperature)
+            np.testing.assert_allclose(completion.logprobs_L, expected, atol=1e-4)
+            if kind == "mixture":
+                _same_experts(completion.experts, old, completion)
+        engine.submit([ask(2, new=60), ask(3, new=5)])
+        results = engine.results(deadline_s=DEADLINE_S)
+        assert next(results).id.prompt_index == 3
+        engine.install(weights.version(1), weights, in_flight="recompute")
+        [completion] = results
+        cut = int((completion.versions_L == 0).sum())
+        assert completion.versions_L.tolist() == [0] * cut + [1] * (60 - cut)
+        for part, judge in ((slice(0, cut), old), (slice(cut, 60), new)):
+            assert len(completion.tokens_L[part])
+            np.testing.assert_allclose(completion.logprobs_L[part], judge.logprobs_L(completion)[part], atol=1e-4)
     finally:
         engine.close()

@@ -158,7 +158,7 @@ def no_router_replay(recipe: OnPolicyRecipe, facts: LearnerFacts) -> str | None:
     if not is_mixture or recipe.rollout.router_replay != "auto" or not recipe.can_be_stale:
         return None
     if recipe.rollout.engine != "native":
-        return f"the choices of {recipe.rollout.engine} are not read"
+        return f"with {recipe.rollout.engine} it needs rollout.router_replay on, which turns captured graphs off"
     return facts.router_problem
 
 

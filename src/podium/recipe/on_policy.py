@@ -64,7 +64,7 @@ class RolloutSection(EngineSection):
     router_replay: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Mixtures of experts: the learner's routers choose the experts that the engine's chose while "
-        "sampling. auto: where engine and model can; on: else it is an error.",
+        "sampling. auto: where the model can and the engine is native; on: else it is an error.",
     )
     adapter: Literal["auto", "merged", "apart"] = Field(
         "auto",

@@ -327,11 +327,6 @@ def _engine(recipe: OnPolicyRecipe) -> Iterator[str]:
         return
     if recipe.placement.layout != "split":
         yield "rollout.engine: vllm keeps a copy of the weights and needs placement.layout split; or use native."
-    if recipe.rollout.router_replay == "on":
-        yield (
-            "rollout.router_replay: vllm returns its choices of experts only with its second model runner, and "
-            "Podium's sampler is written for the first. Set it to auto, or rollout.engine to native."
-        )
     if recipe.rollout.speculation.tokens:
         yield (
             "rollout.speculation.tokens: only the native engine proposes tokens from earlier answers. Remove it, or "

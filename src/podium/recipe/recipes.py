@@ -359,8 +359,9 @@ class OnPolicyRecipe(Recipe):
     @property
     def may_replay_routers(self) -> bool:
         """Whether engines record which experts tokens went to, if the model has any: imitated tokens count like
-        data."""
-        return self.rollout.router_replay != "off" and self.rollout.engine == "native" and self.can_be_stale
+        data. vLLM records without captured graphs, so only if the recipe asks for it."""
+        wanted = ("on",) if self.rollout.engine == "vllm" else ("auto", "on")
+        return self.rollout.router_replay in wanted and self.can_be_stale
 
     @property
     def keeps_snapshots(self) -> bool:

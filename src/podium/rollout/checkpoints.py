@@ -68,13 +68,13 @@ def open_engine(
     merges_adapter: bool = False,
 ) -> OpenedEngine:
     """Opens the engine that `rollout` names. `cpu`: settings measured by an earlier start, which are reused.
-    `records_experts`: completions say which experts of a mixture their tokens went to (native engine). `tensor`: number
+    `records_experts`: completions say which experts of a mixture their tokens went to. `tensor`: number
     of devices that hold the model together, from that of the mesh on. `timeout_s`: longest wait of these for each
     other; `on_death` is told why one of them has ended (native engine). `merges_adapter`: the engine generates with
     the adapter merged into its base (native engine)."""
     rollout = rollout.model_copy(update={"max_length": max_length})
     if rollout.engine == "vllm":
-        return _open_vllm(section, folder, mesh, rollout, tensor=tensor)
+        return _open_vllm(section, folder, mesh, rollout, records_experts=records_experts, tensor=tensor)
     return _open_native(
         section, folder, mesh, rollout, tokenizer, cpu, records_experts=records_experts, tensor=tensor,
         timeout_s=timeout_s, on_death=on_death, merges_adapter=merges_adapter,
@@ -131,7 +131,7 @@ def merged_copy(model: PackedCausalLM, section: ModelSection, folder: Path, devi
 
 
 def _open_vllm(
-    section: ModelSection, folder: Path, mesh: Mesh, rollout: RolloutSection, *, tensor: int
+    section: ModelSection, folder: Path, mesh: Mesh, rollout: RolloutSection, *, records_experts: bool, tensor: int
 ) -> OpenedEngine:
     from podium.rollout.vllm.engine import VllmEngine
     from podium.rollout.vllm.settings import VllmSettings
@@ -148,6 +148,7 @@ def _open_vllm(
         max_running=rollout.running_on("cuda" if kind == "cuda" else "cpu"),
         cache_bytes=None if memory_gib is None else int(memory_gib * _GIB),
         tensor_parallel=tensor,
+        records_experts=records_experts,
     )
     ranks = "" if tensor == 1 else f"{tensor} × "
     words = f"{folder}, {_name(dtype)} in vLLM on {ranks}{kind}"

@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from podium.data.routed_experts import RouterShape
+from podium.rollout.vllm.routed_experts import FedTokens
+
 TESTED_VERSIONS = ("0.32.0",)
 
 # vLLM has no other switches for these, so they are set while an engine is created and restored afterwards.
@@ -227,6 +230,48 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
     for head in heads:
         if any(head.weight is each.weight for each in inputs):
             head.quant_method.process_weights_after_loading(head)
+
+
+class ExpertCapture:
+    """What the routers of a worker's model choose, step by step. vLLM's own hooks fill its buffer."""
+
+    def __init__(self, worker: Any) -> None:
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+        from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+            RoutedExpertsCapturer,
+            bind_routed_experts_capturer,
+        )
+
+        config, model = worker.vllm_config, model_of(worker)
+        with_router = (each for each in model.modules() if isinstance(each, MoERunner))
+        self._layers = torch.tensor(sorted({int(each.layer_id) for each in with_router}))
+        self._worker = worker
+        self._capturer = RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
+        bind_routed_experts_capturer(model, self._capturer)
+        self.shape = RouterShape(
+            num_layers=len(self._layers),
+            num_experts=config.model_config.get_num_experts(),
+            per_token=config.model_config.get_num_experts_per_tok(),
+        )
+        cache = worker.model_runner.kv_cache_config
+        self.num_blocks = int(cache.num_blocks)
+        self.block_size = int(cache.kv_cache_groups[0].kv_cache_spec.block_size)
+
+    def step(self, handle_key: str) -> tuple[list[FedTokens], Any]:
+        """The tokens of this step whose requests have a handle in their extra_args, and the experts [T, L, K] of all
+        its tokens."""
+        runner = self._worker.model_runner
+        starts = runner.query_start_loc.np
+        fed = []
+        for row, request_id in enumerate(runner.input_batch.req_ids):
+            state = runner.requests[request_id]
+            if (handle := (state.sampling_params.extra_args or {}).get(handle_key)) is not None:
+                begin, end = int(starts[row]), int(starts[row + 1])
+                position = int(runner.input_batch.num_computed_tokens_cpu[row])
+                blocks = state.block_ids[0]
+                fed.append(FedTokens(handle=handle, begin=begin, count=end - begin, position=position, blocks=blocks))
+        num_tokens = int(starts[len(runner.input_batch.req_ids)])
+        return fed, self._capturer.device_buffer[:num_tokens, self._layers].cpu().numpy()
 
 
 def zero_kv_cache(worker: Any) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 import torch
 
+from podium.data.routed_experts import Experts
 from podium.data.trajectories import TrajectoryId
 from podium.errors import RolloutError, WeightMismatchError
 from podium.progress import mark_progress
@@ -272,7 +273,7 @@ class VllmEngine:
         answer.handle = f"{next(self._handles)}"
         # The version is part of the salt, so that answers under other weights never find a cached prefix.
         prompt = compat.token_prompt(answer.request.prompt.tolist(), cache_salt=f"version {self._version}")
-        params = sampling_params(answer.request, max_length=self._capacity.max_length)
+        params = sampling_params(answer.request, max_length=self._capacity.max_length, handle=answer.handle)
         self._engine.add_request(answer.handle, prompt, params)
         self._by_handle[answer.handle] = answer
 
@@ -326,7 +327,14 @@ class VllmEngine:
     def _end(self, answer: _RunningSequence, completion: Completion) -> None:
         del self._answers[answer.request.id], self._by_handle[answer.handle]
         self._finished += 1
+        if self._settings.records_experts:
+            completion = replace(completion, experts=self._take_experts(answer))
         self._ready.append(completion)
+
+    def _take_experts(self, answer: _RunningSequence) -> Experts | None:
+        found: list[list[Experts | None]]  # of each rank, and all have the same
+        found = self._engine.collective_rpc("podium_take_experts", args=([answer.handle],))
+        return found[0][0]
 
     def _forget_cache(self, in_flight: InFlight) -> None:
         if in_flight == "recompute":
@@ -337,6 +345,8 @@ class VllmEngine:
         for answer in [each for each in self._answers.values() if not each.tokens]:
             self._abort(answer)
             del self._by_handle[answer.handle]
+            if self._settings.records_experts:
+                self._take_experts(answer)
             self._start(answer)
 
     def _mark(self) -> tuple[int, int]:

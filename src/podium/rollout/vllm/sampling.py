@@ -11,6 +11,8 @@ from podium.rollout.requests import Request
 
 # Where a request's seed travels: from its own seed field vLLM would create its own generators.
 SEED = "podium_seed"
+# The name that the engine gave to a request; vLLM's workers have other names.
+HANDLE = "podium_handle"
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
 
 
@@ -27,7 +29,7 @@ def limits(request: Request, *, has_tokenizer: bool) -> str | None:
     return None
 
 
-def sampling_params(request: Request, *, max_length: int) -> Any:
+def sampling_params(request: Request, *, max_length: int, handle: str = "") -> Any:
     """vLLM's SamplingParams for this request: one answer, tokens streamed as they are sampled, no text."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -44,7 +46,7 @@ def sampling_params(request: Request, *, max_length: int) -> Any:
         stop=list(wanted.stop_strings),
         logit_bias=dict(wanted.logit_bias) or None,
         allowed_token_ids=None if wanted.allowed_tokens is None else sorted(wanted.allowed_tokens),
-        extra_args={SEED: stream_key(request.seed, request.id)},
+        extra_args={SEED: stream_key(request.seed, request.id), HANDLE: handle},
         logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         ignore_eos=True,  # an answer ends where the request says, not where the checkpoint says

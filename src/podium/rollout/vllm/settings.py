@@ -36,6 +36,7 @@ class VllmSettings:
     tensor_parallel: int = 1
     compiled: bool = True  # compiled layers and captured graphs: slower to start, faster to run
     sleep_level: Literal[1, 2] = 1  # 1 keeps the weights in host memory; 2 drops them, an install follows waking
+    records_experts: bool = False  # completions of a mixture say which experts their tokens went to
     version: int = 0  # the number of the weights in `folder`
 
 
@@ -80,7 +81,8 @@ def make_engine(settings: VllmSettings) -> Any:
             # Processes of this one. In a placement group of Ray, vLLM would start actors instead, for which there is
             # no room: the devices are this worker's.
             distributed_executor_backend="mp" if settings.tensor_parallel > 1 else None,
-            enforce_eager=not settings.compiled,
+            # Routers are asked to report after the model was loaded, which graphs made before would not do.
+            enforce_eager=not settings.compiled or settings.records_experts,
             enable_prefix_caching=True,
             enable_sleep_mode=compat.is_cuda(),
             async_scheduling=False,  # a token's step is over when the next begins: its version is the engine's
@@ -96,6 +98,14 @@ def make_engine(settings: VllmSettings) -> Any:
                 "settings (cache_bytes, memory_share, max_length), and whether vLLM has this architecture."
             ) from error
     engine.collective_rpc("podium_use_policy_sampler")
+    if settings.records_experts:
+        try:
+            engine.collective_rpc("podium_record_experts")
+        except Exception as error:
+            raise RolloutError(
+                f"vLLM does not report which experts tokens of {settings.folder} go to "
+                f"({type(error).__name__}: {error}). Set rollout.router_replay to off."
+            ) from error
     return engine
 
 

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from podium.data.routed_experts import Experts
 from podium.rollout.vllm import compat
-from podium.rollout.vllm.sampling import SEED, position_seed
+from podium.rollout.vllm.routed_experts import ExpertRecord
+from podium.rollout.vllm.sampling import HANDLE, SEED, position_seed
 
 _Sampler: Any = compat.sampler_class()
 
@@ -25,7 +27,18 @@ class PodiumWorker:
 
     def podium_use_policy_sampler(self) -> None:
         """Samples with PolicySampler from now on."""
-        compat.set_sampler(self, PolicySampler(self))
+        self._podium_sampler = PolicySampler(self)
+        compat.set_sampler(self, self._podium_sampler)
+
+    def podium_record_experts(self) -> None:
+        """Records from now on which experts of a mixture tokens go to. Without effect on a dense model."""
+        if compat.has_fused_experts(compat.model_of(self)):
+            self._podium_sampler.record_experts(compat.ExpertCapture(self))
+
+    def podium_take_experts(self, handles: Sequence[str]) -> list[Experts | None]:
+        """Returns the recorded experts of these requests, which have ended, and forgets them."""
+        record = self._podium_sampler.record
+        return [None if record is None else record.take(handle) for handle in handles]
 
     def podium_begin_weights(self) -> None:
         """Opens the model for new weights."""
@@ -61,9 +74,18 @@ class PolicySampler(_Sampler):  # type: ignore[misc]  # vLLM is not there when t
         self._worker = worker
         self._generators: dict[int, torch.Generator] = {}
         self._empty_N: Tensor | None = None
+        self._capture: compat.ExpertCapture | None = None
+        self.record: ExpertRecord | None = None
+
+    def record_experts(self, capture: compat.ExpertCapture) -> None:
+        """Takes what `capture` has after every step."""
+        self._capture = capture
+        self.record = ExpertRecord(capture.shape, num_blocks=capture.num_blocks, block_size=capture.block_size)
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         """One step: seeds the generator of each row, then samples as vLLM does."""
+        if self._capture is not None and self.record is not None:
+            self.record.add(*self._capture.step(HANDLE))
         seeded = compat.with_generators(sampling_metadata, self._seeded(logits.device))
         return super().forward(logits, seeded, *args, **kwargs)
 
