@@ -4,12 +4,12 @@
     make chaos                                        five minutes, from a seed that differs each time
     PYTHONPATH=tests python tests/chaos.py --seconds 3600 --seed 100000
 
-Each seed has a method, a layout, a staleness, settings and up to six faults: deaths, silence, late and lost replies and
-slow phases of learners (with critics, references, teachers and reward models), generators, graders and episode runners,
-generators that leave (SIGTERM), nodes that join, die or are drained, and
-requests to stop, after which the run is resumed. They come at any time: in saves, evaluations and recoveries too. The
-run must come to its end in virtual time, train every group once, keep the invariants of the schedule and the bound of
-staleness and, at staleness 0, end with the weights of the run without faults. The first seed that does not is shown
+Each seed has a method, a layout, a number of devices of each generator, a staleness, settings and up to six faults:
+deaths, silence, late and lost replies and slow phases of learners (with critics, references, teachers and reward
+models), generators, graders and episode runners, generators that leave (SIGTERM), nodes that join, die or are drained,
+and requests to stop, after which the run is resumed. They come at any time: in saves, evaluations and recoveries too.
+The run must come to its end in virtual time, train every group once, keep the invariants of the schedule and the bound
+of staleness and, at staleness 0, end with the weights of the run without faults. The first seed that does not is shown
 with the fewest faults that it needs, and the exit code is 1."""
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def _run(calm: CalmRuns, arguments: argparse.Namespace) -> int:
                 break
         case = schedule.case
         cases[f"{case.layout}, staleness {case.staleness}"] += 1
+        if case.tensor > 1:
+            cases[f"{case.layout}, generators of {case.tensor} devices"] += 1
         methods[case.method] += 1
         kinds.update(type(fault).__name__ for fault in schedule.faults)
         seed += 1

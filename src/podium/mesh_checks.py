@@ -77,6 +77,8 @@ def check_generator_mesh(recipe: OnPolicyRecipe) -> None:
     if left:
         placement = recipe.placement
         apart = placement.rollout_devices or placement.devices // (1 if placement.layout == "colocated" else 2)
+        if placement.layout == "elastic":
+            apart = math.gcd(apart, placement.training_devices)
         fits = [each for each in tensor_plan.possible_sizes(config, apart) if apart % each == 0]
         best = min(fits, key=lambda each: (abs(math.log(each / size)), each))
         raise RecipeError(

@@ -52,6 +52,7 @@ class Case:
     slots_per_node: int = 1  # generators of a node; there are two nodes
     restarts: int = UNLIMITED
     method: str = "grpo"  # of METHODS
+    tensor: int = 1  # devices of each generator
 
     def recipe(self, folder: Path, **placement: Any) -> OnPolicyRecipe:
         """Some small steps; workers may die often. Variants evaluate and save every two steps, leave out uniform
@@ -67,12 +68,16 @@ class Case:
             }
         if self.variant % 3 == 1 and changes.get("program", "grpo") == "grpo":
             changes["algorithm"] = {**changes.get("algorithm", {}), "dynamic_sampling": True}
-        joins = {}
+        joins: dict[str, Any] = {}
         if self.layout != "colocated":
             num_apart = 2 * self.slots_per_node
             joins = {"devices": num_apart + 1, "rollout_devices": num_apart}
             if self.variant % 4 >= 2:
                 joins["max_rollout_devices"] = 2 * num_apart
+        if self.tensor > 1:  # as many generators as before, and one that all learners hold together
+            learners = 1 if self.layout == "split" else self.tensor
+            joins = {key: self.tensor * count for key, count in joins.items() if key != "devices"}
+            joins |= {"devices": learners + joins.get("rollout_devices", 0), "generator": {"tensor": self.tensor}}
         choices = ("recompute", "keep") if self.layout == "elastic" else ("recompute", "keep", "finish")
         in_flight = choices[self.variant // 2 % len(choices)]
         return recipe_of(
@@ -189,6 +194,7 @@ class Schedule:
             case = replace(case, slots_per_node=1 if layout == "colocated" else rng.choice((2, 4)), restarts=RESTARTS)
         # Apart from the other choices, which a seed has had since there was one method only.
         case = replace(case, method=name or Random(f"method {seed}").choice(methods_of(layout)))
+        case = replace(case, tensor=Random(f"tensor {seed}").choice((1, 1, 1, 2)))
         self._calm, self.case = calm, case
         recipe, run = calm.of(self.case)
         self.faults = random_faults(

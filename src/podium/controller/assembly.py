@@ -14,7 +14,7 @@ from podium.controller.devices import Devices
 from podium.controller.drive import StepChoice
 from podium.controller.episodes import Episodes
 from podium.controller.evaluation import OnPolicyEvaluator, heldout_limit
-from podium.controller.layout import GRADER, RUNNER, RoleNames, state_folders
+from podium.controller.layout import GRADER, RUNNER, RoleNames, engines_of_learners, state_folders
 from podium.controller.ledger import LEDGER_FILE, Ledger
 from podium.controller.parts import OnPolicyParts, Roles
 from podium.controller.phases import GENERATOR, PARTS, who_leaves
@@ -222,9 +222,8 @@ async def _roles(
         workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s, warn=warn,
         replacements=replacements, judging_s=recipe.judging_s,
     )  # fmt: skip
-    parts = workers.role(PARTS, GeneratorPart) if recipe.placement.colocated_tensor > 1 else None
-    generator = GeneratorHandle(workers.role(GENERATOR, Generator), parts)
-    lent = None if names.lent is None else GeneratorHandle(workers.role(names.lent, Generator))
+    generator = _engines(recipe, names, workers, GENERATOR)
+    lent = None if names.lent is None else _engines(recipe, names, workers, names.lent)
     runner = None
     if recipe.environment is not None:
         runner = RunnerHandle(
@@ -245,6 +244,13 @@ async def _roles(
         reference=ScorerHandle(workers.role(names.reference, Scorer)) if names.reference is not None else None,
         teachers=tuple(ScorerHandle(workers.role(name, Scorer)) for name in names.teachers),
     )
+
+
+def _engines(recipe: OnPolicyRecipe, names: RoleNames, workers: Workers, role: str) -> GeneratorHandle:
+    """Generators of a role, with their parts if several learners' devices hold each."""
+    has_parts = recipe.placement.learners_tensor > 1 and role == engines_of_learners(recipe, names)
+    parts = workers.role(PARTS, GeneratorPart) if has_parts else None
+    return GeneratorHandle(workers.role(role, Generator), parts)
 
 
 def _each_on(devices: int) -> str:

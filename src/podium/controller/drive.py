@@ -265,7 +265,9 @@ async def _started(
         begin = cluster.start if left is None else cluster.attach
         workers = await begin(layout, timeouts, deadline_s=max(600.0, placement.timeout_s))
     except PlacementError as error:
-        raise no_place(placement.devices, "devices", placement.mesh_sizes, error) from error
+        raise no_place(
+            placement.devices, "devices", placement.mesh_sizes, error, generator=placement.generator_tensor
+        ) from error
     await open_channels(recipe, names, workers)
     if placement.layout != "colocated":
         await workers.connect(LINK, [POLICY, GENERATOR])

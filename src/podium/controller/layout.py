@@ -97,6 +97,11 @@ def num_learners(recipe: OnPolicyRecipe) -> int:
     return recipe.placement.training_devices
 
 
+def engines_of_learners(recipe: OnPolicyRecipe, names: RoleNames) -> str | None:
+    """The role of generators on the learner's devices; None if there are none."""
+    return GENERATOR if recipe.placement.layout == "colocated" else names.lent
+
+
 def layout_of(
     recipe: OnPolicyRecipe,
     folder: RunFolder,
@@ -112,7 +117,7 @@ def layout_of(
     apart = recipe.placement.devices - ranks
     each = Resources(cpus=_DEVICE_CPUS, gpus=1.0 if device == "cuda" else 0.0)
     # A tensor group passes values in every layer: it stays on one node.
-    shared = recipe.placement.colocated_tensor
+    shared = recipe.placement.learners_tensor
     together = math.lcm(recipe.placement.mesh_sizes.tensor, shared)
     pools = [Pool(name=TRAIN, slots=ranks, each=each, together=together)]
     roles = _train_roles(recipe, folder, names, ranks=ranks, device=device, resume_step=resume_step, cpu=cpu)
@@ -123,14 +128,12 @@ def layout_of(
         pools.append(Pool(name=ROLLOUT, slots=most, each=own, collectives=False, at_start=first, grace_s=grace_s))
         generator = _generator(recipe, learner=None)
         roles.append(_role(GENERATOR, Generator, ROLLOUT, MeshShape(replica=most), generator))
-        if names.lent is not None:
-            lent = _generator(recipe, learner=POLICY)
-            roles.append(_role(names.lent, Generator, TRAIN, MeshShape(replica=ranks), lent))
-    else:
+    sharing = engines_of_learners(recipe, names)
+    if sharing is not None:
         generator = _generator(recipe, learner=POLICY)
         if shared > 1:
             roles.append(_role(PARTS, GeneratorPart, TRAIN, MeshShape(replica=ranks), generator))
-        engines = _role(GENERATOR, Generator, TRAIN, MeshShape(replica=ranks // shared), generator)
+        engines = _role(sharing, Generator, TRAIN, MeshShape(replica=ranks // shared), generator)
         roles.append(replace(engines, slots=tuple(range(0, ranks, shared))))
     roles += _judges(recipe, names, TRAIN, ranks=ranks, run=folder.path.resolve())
     helper_pools, helper_roles = _helper_roles(recipe, lent=names.lent, run=folder.path.resolve())
@@ -313,8 +316,8 @@ def _generator(recipe: OnPolicyRecipe, *, learner: str | None) -> GeneratorSpec:
         learner=learner,
         deadline_s=recipe.placement.collective_s,
         records_experts=recipe.may_replay_routers,
-        tensor=recipe.placement.generator_tensor if learner is None else recipe.placement.colocated_tensor,
-        parts=PARTS if learner is not None and recipe.placement.colocated_tensor > 1 else None,
+        tensor=recipe.placement.generator_tensor if learner is None else recipe.placement.learners_tensor,
+        parts=PARTS if learner is not None and recipe.placement.learners_tensor > 1 else None,
     )
 
 

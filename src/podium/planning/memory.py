@@ -298,12 +298,12 @@ class _Needs:
         else:
             copies = [] if ranks == 1 else [MemoryTerm(name="weight copies", num_bytes=own[0].num_bytes)]
             copies += merged
-            terms = self._with_cache([*kept, *beside, *copies], recipe.placement.colocated_tensor)
+            terms = self._with_cache([*kept, *beside, *copies], recipe.placement.learners_tensor)
             phases.append(self._phase("rollout", "learner", terms, self._workers))
             if not sleeps:
                 cache_while_learning = [*copies, *_named(terms, "KV cache")]
             if layout == "elastic":
-                own_terms = self._with_cache([*own, *merged])
+                own_terms = self._with_cache([*own, *merged], size)
                 phases.append(self._phase("rollout", "generator", own_terms, self._generators(recipe)))
         update = [*state, *frozen, *critic, *judges, *cache_while_learning, *self._update_terms(self._shape)]
         phases.append(self._phase("update", "learner", update, self._workers, self._kept()))

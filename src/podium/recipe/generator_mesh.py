@@ -24,16 +24,21 @@ class GeneratorMeshSection(Section):
     tensor: Count = Field(
         1,
         description="Tensor parallelism: so many devices of one node hold each generator's weights and KV cache "
-        "together, with layout split or colocated. Divides the devices that generate, the model's attention and "
-        "key-value heads, and with the native engine the experts of a mixture.",
+        "together. Divides the devices that generate, those that are lent too, the model's attention and key-value "
+        "heads, and with the native engine the experts of a mixture.",
     )
 
 
 def nearest_divisor(asked: int, *numbers: int) -> int:
-    """The number that divides all of these and differs from what was asked for by the smallest factor."""
+    """The number that divides all of these (0: any does) and differs from what was asked for by the smallest factor."""
     common = math.gcd(*numbers)
     fits = [size for size in range(1, common + 1) if common % size == 0]
     return min(fits, key=lambda size: (abs(math.log(size / asked)), size))
+
+
+def _nearest(count: int, size: int) -> int:
+    """The multiple of a size that is nearest to a number of devices."""
+    return max(1, round(count / size)) * size
 
 
 def generator_rules(recipe: OnPolicyRecipe) -> Iterator[str]:
@@ -42,32 +47,37 @@ def generator_rules(recipe: OnPolicyRecipe) -> Iterator[str]:
     size = placement.generator_tensor
     if size == 1:
         return
-    if placement.layout == "elastic":
+    learners = placement.policy.tensor if isinstance(placement.policy, PolicyMeshSection) else 1
+    if placement.layout != "split" and size % learners and learners % size:
         yield (
-            f"{KEY}: with layout elastic each of the learner's devices generates by itself. Set placement.layout to "
-            "split or colocated, or remove it."
+            f"{KEY}: {size} and placement.policy.tensor {learners} divide the same devices of one node, and neither "
+            f"divides the other. Use {nearest_divisor(size, learners)}."
         )
         return
-    learners = placement.policy.tensor if isinstance(placement.policy, PolicyMeshSection) else 1
+    asked: dict[str, int] = {}
     if placement.layout == "colocated":
-        asked: dict[str, int | None] = {"devices": placement.devices}
-        if size % learners and learners % size:
-            yield (
-                f"{KEY}: {size} and placement.policy.tensor {learners} divide the same devices of one node, and "
-                f"neither divides the other. Use {nearest_divisor(size, learners)}."
-            )
-            return
+        asked["devices"] = placement.devices
     else:
-        first = placement.rollout_devices or placement.devices // 2
-        asked = {"rollout_devices": first, "max_rollout_devices": placement.max_rollout_devices}
+        asked["rollout_devices"] = placement.rollout_devices or placement.devices // 2
+        if placement.max_rollout_devices is not None:
+            asked["max_rollout_devices"] = placement.max_rollout_devices
+    lent = max(0, placement.training_devices) if placement.layout == "elastic" else 0
     for key, count in asked.items():
-        if count is not None and count % size:
-            fits = nearest_divisor(size, *(each for each in asked.values() if each is not None))
+        if count % size:
             yield (
-                f"{KEY}: {size} does not divide the {count} devices that generate (placement.{key}). Use {fits}, or "
-                f"set placement.{key} to {max(1, round(count / size)) * size}."
+                f"{KEY}: {size} does not divide the {count} devices that generate (placement.{key}). Use "
+                f"{nearest_divisor(size, *asked.values(), lent)}, or set placement.{key} to {_nearest(count, size)}."
             )
             return
+    if lent % size and asked.get("rollout_devices"):
+        apart = asked["rollout_devices"]
+        yield (
+            f"{KEY}: {size} does not divide the {lent} learner's devices that are lent (placement.devices "
+            f"{placement.devices} - placement.rollout_devices {apart}). Use "
+            f"{nearest_divisor(size, *asked.values(), lent)}, or set placement.devices to "
+            f"{apart + _nearest(lent, size)}."
+        )
+        return
     rows = recipe.model.pad_vocab_to
     if recipe.rollout.engine == "native" and rows % size:
         yield (

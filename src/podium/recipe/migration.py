@@ -431,7 +431,7 @@ _RUN = {
     **_same("tensor_parallel_size", KeyHint("placement.policy.tensor", "of the devices that train")),
     **_same(
         "tensor_model_parallel_size vllm_tensor_parallel_size",
-        KeyHint("placement.generator.tensor", "devices of each generator, with layout split"),
+        KeyHint("placement.generator.tensor", "devices of each generator"),
     ),
     **_same("use_cpu no_cuda", KeyHint("placement.device", "cpu, cuda or auto")),
     **_same("ddp_timeout", KeyHint("placement.timeout_s", "seconds")),

@@ -85,7 +85,7 @@ def _policy_judges(recipe: OnPolicyRecipe) -> Iterator[str]:
                 f"{key}: the policy can judge only where learners and generators share their devices. With layout "
                 f"{placement.layout} generators do not wait for rewards. Use layout colocated, or a model's folder."
             )
-        elif placement.colocated_tensor > 1:
+        elif placement.learners_tensor > 1:
             yield (
                 f"{key}: the policy can judge only where each engine has one device. Remove the generators' tensor "
                 "parallelism, or give the folder of a model."

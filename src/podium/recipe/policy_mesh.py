@@ -133,11 +133,14 @@ def with_experts(sizes: MeshSizes, experts: int) -> MeshSizes:
     return replace(sizes, experts=experts)
 
 
-def no_place(devices: int, what: str, sizes: MeshSizes, error: PlacementError) -> PlacementError:
-    """The error of a cluster that has no room for so many devices, in words of the recipe. `what`: are placed."""
+def no_place(devices: int, what: str, sizes: MeshSizes, error: PlacementError, *, generator: int = 1) -> PlacementError:
+    """The error of a cluster that has no room for so many devices, in words of the recipe. `what`: are placed.
+    `generator`: devices of each generator."""
     text = f"placement.devices: {devices} {what} have no place. {error}"
     if sizes.tensor > 1:
         text += f"\nThe {sizes.tensor} ranks of a tensor group (placement.policy.tensor) share a node."
+    if generator > 1:
+        text += f"\nThe {generator} devices of a generator (placement.generator.tensor) share a node."
     return PlacementError(text)
 
 

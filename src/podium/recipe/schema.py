@@ -297,9 +297,7 @@ class OnPolicyPlacementSection(PlacementSection):
         "the running job when the Ray cluster has free devices for them, for instance those of a new node. Default: "
         "`rollout_devices`.",
     )
-    generator: GeneratorMeshSection | None = Field(
-        None, description="layout split: devices of each generator; default: one."
-    )
+    generator: GeneratorMeshSection | None = Field(None, description="Devices of each generator; default: one.")
     grace_s: Real = Field(
         30.0,
         gt=0,
@@ -326,9 +324,9 @@ class OnPolicyPlacementSection(PlacementSection):
         return 1 if self.generator is None else self.generator.tensor
 
     @property
-    def colocated_tensor(self) -> int:
-        """Number of learners' devices that hold each generator together."""
-        return self.generator_tensor if self.layout == "colocated" else 1
+    def learners_tensor(self) -> int:
+        """Number of learners' devices that hold each generator together. With layout split none does."""
+        return 1 if self.layout == "split" else self.generator_tensor
 
 
 class CheckpointSection(Section):

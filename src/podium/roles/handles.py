@@ -164,9 +164,9 @@ class GeneratorHandle:
         """Generators answer episode runners inside this context; the task returns their metrics afterwards.
         `keeps_answers`: they have served streams before that still run, and runners may not have fetched all answers
         yet."""
-        async with self._accompanied():
+        async with self._accompanied() as following:
             await self._group.call_all(Generator.begin_serving, keeps_answers)
-            serving = asyncio.create_task(self._serve())
+            serving = asyncio.create_task(self._serve_with(following))
             try:
                 yield serving
             finally:
@@ -178,6 +178,18 @@ class GeneratorHandle:
                         await serving  # a death takes precedence
                     raise failed
                 await serving
+
+    async def _serve_with(self, following: Sequence[asyncio.Future[Any]]) -> tuple[CallResult[tuple[Metric, ...]], ...]:
+        """Like `_serve`. Raises the death of a worker that follows an engine, which would wait for it."""
+        serving = asyncio.ensure_future(self._serve())
+        try:
+            await asyncio.wait((serving, *following), return_when=asyncio.FIRST_COMPLETED)
+            for each in following:
+                if each.done():
+                    each.result()
+            return await serving
+        finally:
+            serving.cancel()
 
     async def _serve(self) -> tuple[CallResult[tuple[Metric, ...]], ...]:
         """All engines answer episode runners until they are told to stop. Those that died meanwhile have no metrics."""

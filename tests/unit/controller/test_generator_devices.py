@@ -13,7 +13,7 @@ from helpers.made_batches import on_policy_recipe
 from podium.checks import problems_of
 from podium.cluster.layout import Layout, Resources
 from podium.cluster.placement import Fits, NodeState, TooLarge, bundles_of, message, preflight
-from podium.controller.layout import layout_of, trial_layout
+from podium.controller.layout import RoleNames, layout_of, trial_layout
 from podium.errors import RecipeError
 from podium.planning.devices import device_named
 from podium.planning.memory import memory_of
@@ -50,8 +50,24 @@ def split(*others: str, devices: int = 8, rollout: int | None = 4) -> tuple[str,
             r"2 and placement\.policy\.tensor 3 divide the same devices .* neither divides the other\. Use 3\.",
         ),
         (
-            ("placement={layout: elastic, devices: 4}", "placement.generator={tensor: 2}"),
-            r"with layout elastic each of the learner's devices generates by itself\. Set .* split or colocated",
+            ("placement={layout: elastic, devices: 5, rollout_devices: 2}", "placement.generator={tensor: 2}"),
+            r"2 does not divide the 3 learner's devices that are lent \(placement\.devices 5 - "
+            r"placement\.rollout_devices 2\)\. Use 1, or set placement\.devices to 6\.",
+        ),
+        (
+            ("placement={layout: elastic, devices: 9, rollout_devices: 6}", "placement.generator={tensor: 2}"),
+            r"2 does not divide the 3 learner's devices .* Use 3, or set placement\.devices to 10\.",
+        ),
+        (
+            ("placement={layout: elastic, devices: 7, rollout_devices: 3}", "placement.generator={tensor: 2}"),
+            r"2 does not divide the 3 devices that generate \(placement\.rollout_devices\)\. Use 1, or set .* to 4\.",
+        ),
+        (
+            (
+                "placement={layout: elastic, devices: 12, rollout_devices: 6, policy: {tensor: 3}}",
+                "placement.generator={tensor: 2}", "model.pad_vocab_to=6",
+            ),
+            r"2 and placement\.policy\.tensor 3 divide the same devices .* neither divides the other\. Use 3\.",
         ),
         (split("placement.generator={tensor: 4}", "model.pad_vocab_to=2"), r"pad_vocab_to: 2 is no multiple.*Use 4\."),
         (split("placement.generator={tensor: 0}"), r"tensor"),
@@ -60,6 +76,13 @@ def split(*others: str, devices: int = 8, rollout: int | None = 4) -> tuple[str,
 def test_shapes_that_do_not_work_are_refused_with_what_does(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         on_policy_recipe(*overrides)
+
+
+def test_elastic_lends_whole_groups() -> None:
+    elastic = "placement={layout: elastic, devices: 12, rollout_devices: 4, policy: {tensor: 2}}"
+    placement = on_policy_recipe(elastic, "placement.generator={tensor: 4}").placement
+    assert (placement.generator_tensor, placement.learners_tensor) == (4, 4)
+    assert on_policy_recipe(*split("placement.generator={tensor: 4}")).placement.learners_tensor == 1
 
 
 def test_half_of_the_devices_generate_unless_the_recipe_says_otherwise() -> None:
@@ -93,6 +116,9 @@ def test_heads_that_do_not_divide_are_refused_with_the_nearest_size(tmp_path: Pa
     assert "placement.generator.tensor: 4 does not divide num_key_value_heads 2 of model.path" in problem
     assert problem.endswith("Use 2.")
     assert not problems(tmp_path / "model", "placement.generator={tensor: 2}")
+    elastic = "placement={layout: elastic, devices: 12, rollout_devices: 8, generator: {tensor: 4}}"
+    (problem,) = problems(tmp_path / "model", elastic)
+    assert problem.endswith("Use 2.")  # divides 8 devices, the 4 that are lent, and the heads
 
 
 def test_vllm_copies_key_value_heads_and_divides_more_architectures(tmp_path: Path) -> None:
@@ -123,6 +149,23 @@ def test_memory_counts_a_part_of_weights_and_cache_on_each_device(tmp_path: Path
     assert sizes[0]["KV cache"] == 2 * sizes[1]["KV cache"]
     with pytest.raises(RecipeError, match=r"placement\.generator\.tensor: plans know generators of one device only"):
         plan_recipe(recipe, device_named("H100"))
+
+
+@pytest.mark.parametrize("place", ["generator", "learner"])
+def test_memory_counts_parts_on_devices_that_are_lent_too(tmp_path: Path, place: str) -> None:
+    problems(tmp_path / "model")
+    sizes = []
+    for tensor in (1, 2):
+        recipe = on_policy_recipe(
+            f"model.path={tmp_path / 'model'}", "data.max_length=64", "rollout.max_new_tokens=8",
+            f"placement={{layout: elastic, devices: 8, rollout_devices: 4, generator: {{tensor: {tensor}}}}}",
+        )  # fmt: skip
+        phases = memory_of(recipe, device_named("H100")).phases
+        (phase,) = [each for each in phases if each.phase == "rollout" and each.place == place]
+        sizes.append({term.name: term.num_bytes for term in phase.terms})
+    weights = "weights" if place == "generator" else "weight copies"
+    assert sizes[0][weights] == 2 * sizes[1][weights]
+    assert sizes[0]["KV cache"] == 2 * sizes[1]["KV cache"]
 
 
 # --- where they are ---
@@ -192,6 +235,30 @@ def test_learners_devices_hold_generators_together_on_one_node(tmp_path: Path) -
     assert found.mesh(roles["generator"]).slots == tuple(range(0, 64, 4))
     (spec,) = roles["generator"].arguments
     assert (spec.tensor, spec.parts, spec.learner) == (4, "generator-parts", "policy")
+
+
+def test_elastic_has_engines_of_several_learners_beside_those_of_its_own(here: Path) -> None:
+    elastic = "placement={layout: elastic, devices: 12, rollout_devices: 8, generator: {tensor: 2}}"
+    found = layout(elastic, "placement.max_rollout_devices=16")
+    assert (found.pool("train").slots, found.pool("train").together) == (4, 2)
+    assert (found.pool("rollout").slots, found.pool("rollout").num_first) == (8, 4)
+    roles = {role.name: role for role in found.roles}
+    assert found.mesh(roles["generator-parts"]).slots == (0, 1, 2, 3)
+    assert found.mesh(roles["lent-generator"]).slots == (0, 2)
+    (own,), (lent,) = roles["generator"].arguments, roles["lent-generator"].arguments
+    assert (own.tensor, own.parts, own.learner) == (2, None, None)
+    assert (lent.tensor, lent.parts, lent.learner) == (2, "generator-parts", "policy")
+    # An evaluation lends nothing.
+    recipe, names = on_policy_recipe(elastic), RoleNames(critic=None, reference=None, teachers=(), reward_models=())
+    plain = layout_of(recipe, RunFolder(path=Path("runs/bandit")), device="cuda", resume_step=None, names=names)
+    assert not {"generator-parts", "lent-generator"} & {role.name for role in plain.roles}
+
+
+def test_lent_groups_have_one_node_each(here: Path) -> None:
+    elastic = "placement={layout: elastic, devices: 6, rollout_devices: 2, generator: {tensor: 2}}"
+    bundles = [each for name in ("train", "rollout") for each in bundles_of(layout(elastic).pool(name))]
+    assert isinstance(preflight(bundles, [node("a", 2.0), node("b", 2.0), node("c", 2.0)]), Fits)
+    assert isinstance(preflight(bundles, [node("a", 3.0), node("b", 3.0)]), TooLarge)  # 6 devices, in halves
 
 
 def test_without_it_each_learners_device_has_an_engine(here: Path) -> None:

@@ -97,6 +97,8 @@ def test_a_group_without_a_node_is_explained_in_words_of_the_recipe() -> None:
         "placement.devices: 4 devices have no place. pool train asks for too much.",
         "The 2 ranks of a tensor group (placement.policy.tensor) share a node.",
     ]
+    text = str(no_place(4, "devices", MeshSizes(shard=4), PlacementError("too much."), generator=2))
+    assert text.endswith("\nThe 2 devices of a generator (placement.generator.tensor) share a node.")
     plain = no_place(4, "ranks", MeshSizes(shard=4), PlacementError("pool ranks asks for too much."))
     assert str(plain) == "placement.devices: 4 ranks have no place. pool ranks asks for too much."
 

@@ -27,7 +27,7 @@ from podium.controller.simulation.critic import SimulatedCritic
 from podium.controller.simulation.faults import SimulatedFault, SimulatedStop
 from podium.controller.simulation.learned_state import WEIGHTS, digest
 from podium.controller.simulation.learner import SimulatedGrader, SimulatedLearner
-from podium.controller.simulation.rollout import SimulatedGenerator
+from podium.controller.simulation.rollout import SimulatedGenerator, SimulatedGeneratorPart
 from podium.controller.simulation.runner import SimulatedRunner
 from podium.controller.simulation.scorers import SimulatedRewardModel, SimulatedScorer
 from podium.data.chat_text import as_text
@@ -42,7 +42,7 @@ from podium.observe import Console, StepView, Stopwatch
 from podium.recipe import OnPolicyRecipe
 from podium.roles.episode_runner import EpisodeRunner, RunnerSpec
 from podium.roles.grader import Grader
-from podium.roles.interfaces import Critic, Generator, JudgeModel, Learner, RewardModel, Scorer
+from podium.roles.interfaces import Critic, Generator, GeneratorPart, JudgeModel, Learner, RewardModel, Scorer
 from podium.runs.folder import RunFolder
 from podium.runs.result import RunResult
 
@@ -53,6 +53,7 @@ _BEAT_S = 5.0
 _SIMULATED: Mapping[type[Any], type[Any]] = {
     Learner: SimulatedLearner,
     Generator: SimulatedGenerator,
+    GeneratorPart: SimulatedGeneratorPart,
     Grader: SimulatedGrader,
     Critic: SimulatedCritic,
     Scorer: SimulatedScorer,
@@ -125,13 +126,8 @@ async def _run(
 
 def simulated_layout(layout: Layout, costs: RunCosts) -> Layout:
     """The same pools and roles, each role simulated, and each generator apart on nodes for such. Raises a
-    ClusterError for a role that is not simulated."""
+    ClusterError for agents, which are not simulated."""
     for role in layout.roles:
-        if role.kind not in _SIMULATED:
-            raise ClusterError(
-                f"role {role.name} is not simulated: several learner devices that hold an engine together. Set "
-                "placement.generator.tensor to 1, or use layout split."
-            )
         if any(isinstance(spec, RunnerSpec) and spec.environment.is_agent for spec in role.arguments):
             raise ClusterError(
                 "agents that ask through the gateway are not simulated: which requests they send is known only to "

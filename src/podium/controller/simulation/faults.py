@@ -96,9 +96,10 @@ def _with_few_deaths(faults: Sequence[SimulatedFault], most: int) -> Iterator[Si
 
 def _slots(recipe: OnPolicyRecipe) -> list[tuple[str, int]]:
     learners = num_learners(recipe)
+    generators = (recipe.placement.devices - learners) // recipe.placement.generator_tensor
     return [
         *((TRAIN, slot) for slot in range(learners)),
-        *((ROLLOUT, slot) for slot in range(recipe.placement.devices - learners)),
+        *((ROLLOUT, slot) for slot in range(generators)),
         *((GRADERS, slot) for slot in range(recipe.grading.workers)),
         *((RUNNERS, slot) for slot in range(0 if recipe.environment is None else recipe.environment.runners)),
     ]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generator of a simulated run: a device of the cost model behind the interface of the real role. Its episodes have
-the lengths and the versions of their answers, and no prompts. Torch-free."""
+"""The generator of a simulated run: a device of the cost model behind the interface of the real role, or several that
+are as fast as one of the cost model together. Its episodes have the lengths and the versions of their answers, and no
+prompts. Torch-free."""
 
 # N episodes · T tokens of all of them
 
@@ -20,7 +21,7 @@ from podium.controller.simulation.requests import Requests, versions_of
 from podium.controller.simulation.scoring import NO_CHANGE
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
 from podium.roles.carriers import CANCELLED, FINISHES, EpisodeNote, PromptShard, Residency, SamplingPlan
-from podium.roles.interfaces import Generator, GeneratorSpec, GeneratorUsage
+from podium.roles.interfaces import Generator, GeneratorPart, GeneratorSpec, GeneratorUsage
 from podium.rollout.engine import InFlight, Load, MemoryChange
 from podium.rollout.requests import Completion, Request, given_back
 from podium.weights.versions import WeightVersion
@@ -279,6 +280,30 @@ class SimulatedGenerator(Generator):
         self._advance()
         self._device.take_out(self._requests.forget(runner))
         self._changed.set()
+
+
+class SimulatedGeneratorPart(GeneratorPart):
+    """A device that follows an engine on another one, which takes all the time of both."""
+
+    def __init__(self, context: WorkerContext, spec: GeneratorSpec, costs: RunCosts) -> None:
+        self._is_left = asyncio.Event()
+
+    def refill(self, number: int) -> str:
+        """There are no tensors to take."""
+        return ""
+
+    async def accompany(self) -> None:  # type: ignore[override]
+        """Returns after `leave`."""
+        await self._is_left.wait()
+        self._is_left.clear()
+
+    def leave(self) -> None:
+        """Ends `accompany`, also one that has not begun."""
+        self._is_left.set()
+
+    def reset(self) -> None:
+        """Forgets that a call was to end."""
+        self._is_left.clear()
 
 
 def _num_tokens(ended: Sequence[EndedSequence]) -> int:
