@@ -125,8 +125,9 @@ class StepExecutor:
         """They are before the position of the next prompts."""
 
     async def pause(self) -> None:
-        """Nothing runs between two steps. Waits for a generator if there is none."""
-        await self._members.settle()
+        """Nothing runs between two steps. Gives the generators the newest weights, and waits for one if there is
+        none."""
+        await self._members.publish(self._devices, self._state.version)
 
     async def close(self) -> None:
         """Nothing runs between two steps but generators that start."""
@@ -139,8 +140,7 @@ class StepExecutor:
     async def _begin(self) -> GraderFacts:
         """Gives the workers the newest weights, and asks the scheduler for a step."""
         roles, version = self._parts.roles, self._state.version
-        await self._members.settle()
-        await self._devices.publish(version)
+        await self._members.publish(self._devices, version)
         facts = self._grader_facts
         if facts is None or self._opened_with != roles.generator.workers:
             facts = self._grader_facts = await roles.grader.facts()

@@ -15,7 +15,8 @@ from typing import assert_never
 
 from podium.cluster.deadlines import now_s
 from podium.cluster.health import Leaving
-from podium.controller.layout import ROLLOUT
+from podium.controller.devices import Devices
+from podium.controller.layout import ROLLOUT, TRAIN
 from podium.controller.parts import OnPolicyParts
 from podium.controller.recovery import Abort, Death, GiveUp, Rebuild, Respawn, Retry, Rewind
 from podium.controller.state import RunState
@@ -142,6 +143,24 @@ class Membership:
             if not workers.worker_pool(ROLLOUT).ready:
                 await self._arrived.wait()  # `_fill_slots` has a deadline
             await self.admit()
+
+    async def publish(self, devices: Devices, version: int) -> None:
+        """Lets generators go and come like `settle`, and gives those that are there this version. One that dies
+        meanwhile is lost like one that dies between two steps: the learner has its weights still, and the others take
+        all of them again, whatever part they have received. They check what they receive before they generate."""
+        while True:
+            await self.settle()
+            try:
+                return await devices.publish(version)
+            except WorkerDiedError:
+                if not self._has_lost_generators_only:
+                    raise
+
+    @property
+    def _has_lost_generators_only(self) -> bool:
+        """Whether generators have died, and the learners can be called as before."""
+        workers = self._parts.workers
+        return self._has_pool and bool(workers.worker_pool(ROLLOUT).dead) and not workers.is_damaged(TRAIN)
 
     def lose(self, rank: int, error: WorkerDiedError) -> None:
         """The run goes on without a generator that died. Raises the error if too many died."""

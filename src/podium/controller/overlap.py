@@ -189,8 +189,7 @@ class OverlapExecutor:
     async def _begin(self) -> None:
         """Gives the workers the newest weights, and opens their streams."""
         roles = self._parts.roles
-        await self._members.settle()
-        await self._devices.publish(self._state.version)
+        await self._members.publish(self._devices, self._state.version)
         facts, lanes = await roles.grader.facts(), await roles.episode_workers.lanes()
         self._flow.open(lanes, grades_single=facts.takes_single_episodes)
         self._grading.open(facts)

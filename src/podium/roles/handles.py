@@ -552,18 +552,22 @@ class CriticHandle:
 
 async def send_weights(policy: LearnerHandle, generator: GeneratorHandle, transfer: ByBroadcast) -> int:
     """Runs both ends of a broadcast at the same time; returns the bytes received. A death at one end takes precedence
-    over the failure that it causes at the other, which may be known earlier."""
+    over the failure that it causes at the other, which may be known earlier. The end of learners that live is waited
+    for: the next call would meet ranks that are still in this one, and collectives out of step."""
     sending, coming = asyncio.ensure_future(policy.send(transfer)), asyncio.ensure_future(generator.install(transfer))
     try:
         return (await asyncio.gather(sending, coming))[1]
-    except WorkerDiedError:
-        raise
-    except ClusterError:
-        await asyncio.wait((sending, coming), timeout=DEATH_S)
-        for end in (sending, coming):
-            if end.done() and not end.cancelled() and isinstance(end.exception(), WorkerDiedError):
-                await end
-        raise
+    except ClusterError as error:
+        if not isinstance(error, WorkerDiedError):
+            await asyncio.wait((sending, coming), timeout=DEATH_S)
+        if _death_of(coming) is not None:  # the learners' own call has a deadline, and ends when a rank of it fails
+            await asyncio.wait((sending,))
+        raise _death_of(sending) or _death_of(coming) or error from None
+
+
+def _death_of(end: asyncio.Future[int]) -> WorkerDiedError | None:
+    error = end.exception() if end.done() and not end.cancelled() else None
+    return error if isinstance(error, WorkerDiedError) else None
 
 
 def _states(answers: Sequence[CallResult[SaveState]]) -> list[SaveState]:

@@ -4,6 +4,7 @@ are those of the run that nobody left."""
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -17,8 +18,10 @@ from podium.cluster.simulated_faults import (
     SimulatedDeath,
     SimulatedDrain,
     SimulatedJoin,
+    SimulatedLoss,
     SimulatedNodeLoss,
     SimulatedNotice,
+    SimulatedSilence,
 )
 from podium.controller.simulation.controlled import SimulatedRun, simulate_run
 from podium.errors import PlacementError, RecipeError, WorkerDiedError
@@ -248,3 +251,59 @@ def test_a_number_of_generators_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(RecipeError, match=words):
         simulated_recipe(tmp_path, placement=placement)
+
+
+SLOW = pytest.mark.slow
+DIES, LOST, SILENT = SimulatedDeath, SimulatedLoss, SimulatedSilence
+
+
+def moments_of_publish(calm: SimulatedRun, variant: int, count: int) -> list[float]:
+    """While the weights of step 2 travel. Variant 3 saves before, and evaluates with them afterwards."""
+    end_s = FAULT_COSTS.publish_s + (FAULT_COSTS.save_s if variant == 3 else 0.0)
+    return [calm.committed_s[1] + end_s * (number + 0.5) / count for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "variant", "count"),
+    [
+        (DIES, "split", 2, 1),
+        *(
+            pytest.param(fault, layout, variant, 5, marks=SLOW)
+            for fault in (DIES, LOST, SILENT)
+            for layout in ("split", "elastic")
+            for variant in (2, 3)
+        ),
+    ],
+)
+def test_a_generator_that_is_lost_while_weights_are_published_is_replaced_in_place(
+    tmp_path: Path, calm_runs: CalmRuns, fault: Any, layout: str, variant: int, count: int
+) -> None:
+    """The run does not go back, which would cost steps where there is no snapshot of the last one."""
+    case = Case(layout=layout, staleness=0, variant=variant)
+    _, calm = calm_runs.of(case)
+    for number, at_s in enumerate(moments_of_publish(calm, variant, count)):
+        recipe = case.recipe(tmp_path / str(number))
+        more = {"seconds": 100.0} if fault is SILENT else {}
+
+        run = run_with(recipe, [fault(at_s=at_s, pool="rollout", slot=number % 2, **more)], seed=variant)
+
+        (recovery,) = recoveries(run.result.folder)
+        assert recovery.part == "generator"
+        assert recovery.remedy in ("respawn", "fewer")  # fewer: the run ends before the next one is there
+        assert run.weights == calm.weights
+        check_groups(run, recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", [("rollout", 1), ("train", 0)], ids=["the last generator", "the learner"])
+def test_two_that_die_while_weights_are_published(calm_runs: CalmRuns, others: tuple[str, int]) -> None:
+    """At the same time, and one after the other."""
+    case = Case(layout="split", staleness=0, variant=2)
+    _, calm = calm_runs.of(case)
+    pool, slot = others
+    for first_s, second_s in itertools.product(moments_of_publish(calm, 2, 3), repeat=2):
+        faults = [
+            SimulatedDeath(at_s=first_s, pool="rollout", slot=0),
+            SimulatedDeath(at_s=second_s, pool=pool, slot=slot),
+        ]
+        assert calm_runs.with_faults(case, faults).weights == calm.weights

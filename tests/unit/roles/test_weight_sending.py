@@ -54,6 +54,33 @@ def test_a_failure_without_a_death_is_reported(monkeypatch: pytest.MonkeyPatch) 
             sent(End(RESET), other)
 
 
-def test_nobody_waits_for_the_others_of_one_that_died() -> None:
+def test_nobody_waits_for_the_generators_of_a_learner_that_died() -> None:
     with pytest.raises(WorkerDiedError):
-        asyncio.run(asyncio.wait_for(send_weights(*[End(7, after_s=60), End(DEATH), None]), 5))  # type: ignore[arg-type]
+        asyncio.run(asyncio.wait_for(send_weights(*[End(DEATH), End(7, after_s=60), None]), 5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("outcome", [7, RESET])
+def test_the_end_of_learners_is_waited_for_when_a_generator_died(outcome: int | Exception) -> None:
+    """Ranks that are still in this call would take part in the collectives of the next one."""
+
+    async def main() -> None:
+        ended = asyncio.Event()
+
+        class Learner(End):
+            async def send(self, transfer: object) -> int:
+                try:
+                    return await super().send(transfer)
+                finally:
+                    ended.set()
+
+        ends: list[Any] = [Learner(outcome, after_s=0.05), End(DEATH), None]
+        with pytest.raises(WorkerDiedError, match="rollout"):
+            await send_weights(*ends)
+        assert ended.is_set()
+
+    asyncio.run(main())
+
+
+def test_a_learner_that_dies_after_a_generator_takes_precedence() -> None:
+    with pytest.raises(WorkerDiedError, match="train"):
+        sent(End(WorkerDiedError("train[0] died"), after_s=0.05), End(DEATH))
