@@ -18,7 +18,6 @@ from podium.errors import PodiumError
 from podium.models.folder import read_config
 from podium.models.tensor_plan import possible_sizes, unsupported_type
 from podium.planning.devices import Device, found_device
-from podium.planning.fixed_data_plans import fixed_data_step, placed
 from podium.planning.memory import TOLERANCE, MemoryPlan, PhaseMemory, gib, memory_of
 from podium.planning.model_shape import shape_of
 from podium.planning.plan_report import seconds_text
@@ -190,6 +189,8 @@ def _look(recipe: Recipe, device: Device, shape: MeshSizes) -> _Looked:
     if isinstance(recipe, OnPolicyRecipe):
         return _look_at_update(with_sizes(recipe, shape), device, shape)
     assert isinstance(recipe, SpmdRecipe)
+    from podium.planning.fixed_data_plans import fixed_data_step, placed  # which an on-policy check need not import
+
     step = fixed_data_step(placed(recipe, shape.devices, section_of(shape)), device)
     return _Looked(sizes=shape, memory=step.memory, beside_tokens_s=step.moved_s + step.parts["optimizer"])
 
