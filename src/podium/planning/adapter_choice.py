@@ -35,11 +35,14 @@ def choose_adapter(recipe: OnPolicyRecipe, device: Device) -> AdapterChoice:
         return _apart("merged weights are whole on one device, and generators are divided over several")
     merged, apart = (_plan(recipe, device, adapter) for adapter in ("merged", "apart"))
     size = gib(max(phase.of("merged weights") for phase in merged.phases))
-    if merged.share > 1 - TOLERANCE:
-        return _apart(
-            f"with {size} of merged weights, the {merged.peak.phase} takes {gib(merged.peak.num_bytes)} of "
-            f"{gib(device.memory_bytes)}"
-        )
+    for phase in merged.phases:
+        # Generation may be closer: its KV cache takes a share of what the rest leaves.
+        limit = 1.0 if phase.phase == "rollout" else 1.0 - TOLERANCE
+        if phase.num_bytes > limit * device.memory_bytes:
+            return _apart(
+                f"with {size} of merged weights, the {phase.phase} takes {gib(phase.num_bytes)} of "
+                f"{gib(device.memory_bytes)}"
+            )
     cache, whole = _cache_tokens(merged), _cache_tokens(apart)
     if cache < _LEAST_CACHE * whole:
         return _apart(f"{size} of merged weights would leave a KV cache of {cache} tokens, of {whole} without them")

@@ -64,10 +64,13 @@ def test_an_8b_on_an_h200_is_merged_and_the_plan_says_so(qwen: Path) -> None:
 
 def test_it_is_apart_where_the_cache_would_lose_a_quarter_of_its_size(qwen: Path) -> None:
     # 16 GiB of weights and 14 GiB of merged ones leave a GPU of 40 GiB too little.
-    choice = choose_adapter(grpo(qwen), replace(H100, memory_bytes=40 * GIB))
+    recipe = grpo(qwen, "micro_batch_tokens=1024")
+    choice = choose_adapter(recipe, replace(H100, memory_bytes=40 * GIB))
     assert choice.adapter == "apart"
-    assert "KV cache" in choice.text or "takes" in choice.text
-    assert choose_adapter(grpo(qwen), replace(H100, memory_bytes=20 * GIB)).adapter == "apart"
+    assert "would leave a KV cache of" in choice.text
+    choice = choose_adapter(recipe, replace(H100, memory_bytes=24 * GIB))
+    assert choice.adapter == "apart"
+    assert "the rollout takes" in choice.text
 
 
 def test_cpus_and_divided_generators_keep_it_apart(qwen: Path) -> None:
@@ -78,7 +81,7 @@ def test_cpus_and_divided_generators_keep_it_apart(qwen: Path) -> None:
 
 
 def test_what_cannot_fit_with_them_is_told_to_keep_it_apart(qwen: Path) -> None:
-    recipe = grpo(qwen, "rollout.adapter=merged")
+    recipe = grpo(qwen, "rollout.adapter=merged", "micro_batch_tokens=1024")
     problem = refusal(memory_of(recipe, replace(H100, memory_bytes=24 * GIB)), recipe)
     assert problem is not None
     assert "set rollout.adapter to apart" in str(problem)
