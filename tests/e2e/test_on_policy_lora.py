@@ -164,21 +164,3 @@ def test_workers_on_ray_have_the_numbers_of_one_inline(
     for step, values in inline.items():
         for name in ("reward/mean", "loss", "grad_norm", "entropy", "kl/rollout_reference", "trained_tokens"):
             assert found[step][name] == pytest.approx(values[name], rel=1e-3, abs=1e-6), (step, name)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("layout", ["split", "elastic"])
-def test_merged_generators_work_ahead_of_the_learner(workspace: Workspace, ray_folder: None, layout: str) -> None:
-    """Staleness 1: sequences go on over new versions, and every token has the log-prob of the merged weights that
-    sampled it, which the learner finds again for those of its own version."""
-    recipe = rl_recipe(
-        workspace, "ahead", model=adapted(workspace), steps=5, optimizer={"lr": 1e-2},
-        rollout={"adapter": "merged", "staleness": 1},
-        placement={"launcher": "ray", "devices": 2, "layout": layout},
-    )  # fmt: skip
-    said = said_by("train", recipe, output=workspace.path / "said")
-    assert "step 5: runs/ahead" in said
-    found = numbers(workspace.path / "runs" / "ahead")
-    assert max(values["staleness/max"] for values in found.values()) == 1.0
-    assert all(values["gap/max"] < 1e-4 for values in found.values())

@@ -14,14 +14,16 @@ from native_world import CPU, Learner, ask, sequence
 
 from helpers.engines import LENGTHS, one_rank, random_documents
 from helpers.thread_axis import ThreadAxis
-from helpers.tiny import save_tiny_model
+from helpers.tiny import save_tiny_model, tiny_tokenizer
 from podium.data.documents import pack
 from podium.engine.mesh import Mesh
 from podium.engine.sharding import place
 from podium.errors import RolloutError, WeightMismatchError
 from podium.models.causal_lm import PackedCausalLM, load_config
+from podium.models.cpu_settings import CpuSettings
 from podium.models.packing import to_device
 from podium.recipe import ModelSection, RolloutSection
+from podium.rollout.checkpoints import open_engine
 from podium.rollout.native.engine import NativeEngine
 from podium.rollout.native.merged_copy import MergedCopy
 from podium.weights.held import all_tensors
@@ -165,6 +167,22 @@ def test_a_generator_of_its_own_merges_what_arrives_and_refuses_what_is_wrong(ll
         engine.install(described, _Sent(learner))
     with pytest.raises(WeightMismatchError, match="does not generate"):
         sequence(engine, REQUEST)
+
+
+@pytest.mark.parametrize("merges", [False, True])
+def test_an_opened_engine_merges_if_it_is_asked_to(llama: Path, merges: bool) -> None:
+    """As a generator opens it that reads its own base."""
+    section, learner = section_of(llama), learner_of(llama)
+    opened = open_engine(
+        section, llama, one_rank(), RolloutSection(**SIZES), tokenizer=tiny_tokenizer(), max_length=64,
+        cpu=CpuSettings(threads=1, onednn=True), merges_adapter=merges,
+    )  # fmt: skip
+    engine: Any = opened.engine
+    names = {name for name, _ in engine._model.hf.named_parameters()}
+    assert any(".lora_" in name for name in names) is not merges
+    engine.install(learner.describe(1), _Sent(learner))
+    assert learner.gap(sequence(engine, REQUEST)) < 1e-5
+    engine.close()
 
 
 def test_a_running_sequence_goes_on_with_new_weights(llama: Path) -> None:
