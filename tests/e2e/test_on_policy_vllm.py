@@ -7,20 +7,23 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import podium
 from podium.observe import read_metrics
+from podium.runs.rollout_files import KeptEpisode, read_rollouts, rollout_facts
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(2400),
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: run `make test-vllm`"),
 ]
 STEPS = 20
@@ -52,8 +55,11 @@ def task(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def trained(task: Path, name: str, **rollout: Any) -> list[dict[str, float]]:
-    """The metrics of each step of a run with these settings of `rollout`."""
+def trained(
+    task: Path, name: str, *, steps: int = STEPS, placement: dict[str, Any] | None = None,
+    rollouts: Literal["all", "none"] = "none", **rollout: Any,
+) -> list[dict[str, float]]:  # fmt: skip
+    """The metrics of each step of a run with these settings of `rollout`. All checkpoints are kept."""
     recipe: dict[str, Any] = {
         "program": "grpo",
         "model": {"path": "model"},
@@ -63,12 +69,14 @@ def trained(task: Path, name: str, **rollout: Any) -> list[dict[str, float]]:
             "prompts_per_step": 8, "samples_per_prompt": 8, "max_new_tokens": 8, "memory_gib": 0.25, **rollout,
         },
         "optimizer": {"lr": 1e-2},
-        "steps": STEPS,
-        "placement": {"devices": 2, "layout": "split", "device": "cpu", "threads": 1},
+        "steps": steps,
+        "placement": {"devices": 2, "layout": "split", "device": "cpu", "threads": 1, **(placement or {})},
+        "checkpoint": {"every": 1, "keep": steps},
+        "run": {"rollouts": {"keep": rollouts}},
     }  # fmt: skip
     (task / f"{name}.yaml").write_text(json.dumps(recipe))
     command = [sys.executable, "-m", "podium", "train", f"{name}.yaml"]
-    done = subprocess.run(command, cwd=task, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=task, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return [dict(line.values) for line in read_metrics(task / "runs" / name / "metrics.jsonl")]
 
@@ -87,10 +95,71 @@ def test_a_policy_learns_the_same_with_either_engine(task: Path) -> None:
 
 @pytest.mark.parametrize("on_new_weights", ["keep", "recompute"])
 def test_weights_reach_vllm_while_it_generates(task: Path, on_new_weights: str) -> None:
-    lines = trained(task, on_new_weights, engine="vllm", staleness=1, on_new_weights=on_new_weights)
+    lines = trained(
+        task, on_new_weights, engine="vllm", staleness=1, on_new_weights=on_new_weights, max_new_tokens=40,
+        rollouts="all",
+    )  # fmt: skip
 
     assert len(lines) == STEPS
     assert {line["staleness/max"] for line in lines} == {0.0, 1.0}
     assert sum("staleness/kl" in line for line in lines) >= STEPS // 2  # steps with stale tokens
     reward = [line["reward/mean"] for line in lines]
     assert sum(reward[-5:]) / 5 > sum(reward[:5]) / 5 + 0.2, reward
+
+    run, weights = task / "runs" / on_new_weights, Published(task, on_new_weights)
+    episodes = list(read_rollouts(run))
+    assert len(episodes) == STEPS * 64
+    for episode in episodes:
+        versions = sampled(episode.versions, episode)
+        assert versions == sorted(versions)
+        newest = rollout_facts(run, episode.step)["version"]
+        assert newest - 1 <= versions[0] <= versions[-1] <= newest, episode
+    over_an_update = [each for each in episodes if len(set(sampled(each.versions, each))) == 2]
+    assert len(over_an_update) >= 10, "new weights reached running sequences"
+    within_a_version = [each for each in episodes if len(set(sampled(each.versions, each))) == 1]
+    gaps = {keeps: max(weights.gap(each, keeps_cache=keeps) for each in over_an_update[:40]) for keeps in (True, False)}
+    assert gaps[on_new_weights == "keep"] < 1e-3, gaps
+    assert gaps[on_new_weights != "keep"] > 1e-2, f"the two ways are told apart: {gaps}"
+    assert max(weights.gap(each, keeps_cache=False) for each in within_a_version[::50]) < 1e-3
+
+
+def sampled(values: Sequence[Any], episode: KeptEpisode) -> list[Any]:
+    """Of the tokens of its answer."""
+    return list(values[episode.prompt_tokens :])
+
+
+class Published:
+    """All versions of a run's weights, in transformers."""
+
+    def __init__(self, task: Path, name: str) -> None:
+        self._task, self._name = task, name
+        self._models: dict[int, Any] = {}
+
+    @torch.no_grad()
+    def gap(self, episode: KeptEpisode, *, keeps_cache: bool) -> float:
+        """Largest difference between the episode's log-probs and those of the versions that its tokens name: with the
+        keys and values of all tokens by the version that fed them first, or by the newest."""
+        tokens, first = torch.tensor([episode.tokens]), episode.prompt_tokens
+        versions = sampled(episode.versions, episode)
+        gaps, cache, fed = [0.0], transformers.DynamicCache(), 0
+        for version in sorted(set(versions)):
+            begin = first + versions.index(version)
+            end = begin + versions.count(version)
+            if not keeps_cache:
+                cache, fed = transformers.DynamicCache(), 0
+            # The last token of the answer so far was not fed by the version that sampled it.
+            logits_LV = self._model(version)(tokens[:, fed : end - 1], past_key_values=cache).logits[0]
+            logprobs_LV = logits_LV[begin - 1 - fed :].float().log_softmax(-1)
+            fed = end - 1
+            found_L = torch.tensor(episode.log_probs[begin:end])
+            gaps.append(float((logprobs_LV.gather(1, tokens[0, begin:end, None])[:, 0] - found_L).abs().max()))
+        return max(gaps)
+
+    def _model(self, version: int) -> Any:
+        if version not in self._models:
+            folder = self._task / "model"
+            if version:
+                folder = self._task / "versions" / self._name / str(version)
+                podium.export(self._task / "runs" / self._name, folder, which=version)
+            self._models[version] = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return self._models[version]
