@@ -56,8 +56,7 @@ def task(tmp_path: Path) -> Path:
 
 
 def trained(
-    task: Path, name: str, *, steps: int = STEPS, placement: dict[str, Any] | None = None,
-    rollouts: Literal["all", "none"] = "none", **rollout: Any,
+    task: Path, name: str, *, steps: int = STEPS, rollouts: Literal["all", "none"] = "none", **rollout: Any,
 ) -> list[dict[str, float]]:  # fmt: skip
     """The metrics of each step of a run with these settings of `rollout`. All checkpoints are kept."""
     recipe: dict[str, Any] = {
@@ -70,7 +69,7 @@ def trained(
         },
         "optimizer": {"lr": 1e-2},
         "steps": steps,
-        "placement": {"devices": 2, "layout": "split", "device": "cpu", "threads": 1, **(placement or {})},
+        "placement": {"devices": 2, "layout": "split", "device": "cpu", "threads": 1},
         "checkpoint": {"every": 1, "keep": steps},
         "run": {"rollouts": {"keep": rollouts}},
     }  # fmt: skip
@@ -163,3 +162,21 @@ class Published:
                 podium.export(self._task / "runs" / self._name, folder, which=version)
             self._models[version] = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return self._models[version]
+
+
+def test_the_learner_replays_the_experts_that_vllm_chose(task: Path) -> None:
+    """In float32 the learner's routers would have chosen the same ones."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=52, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+        moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, max_position_embeddings=64, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(task / "model")
+
+    lines = trained(task, "mixture", steps=3, engine="vllm", router_replay="on")
+
+    assert len(lines) == 3
+    for line in lines:
+        assert line["gap/max"] < 1e-3
+        assert line["router/mismatch"] < 1e-3
+    assert lines[0]["reward/mean"] != lines[2]["reward/mean"]
