@@ -177,7 +177,6 @@ def resume(
     interrupted. `reward`, `environment` and `loggers` replace objects that the run was given, such as a reward function
     in which a mistake was found. `accept_changed_data`: training data may have changed since then; the lineage records
     it."""
-    from podium.engine.checkpoint import newest_usable
     from podium.models.folder import local_folder
 
     folder, texts = _path(folder, "folder"), override_texts(overrides)
@@ -209,6 +208,8 @@ def resume(
     if goes_on_with(opened.path):
         recipe = opened.recipe()
         return restart(Prepared(recipe=recipe, model=local_folder(recipe.model.path, "model.path")), opened)
+    from podium.engine.checkpoint import newest_usable  # imports torch, for which a restarted run does not wait
+
     reader = newest_usable(opened.checkpoints, step)
     before = parse_recipe(reader.record["extras"]["recipe"], origin=str(reader.folder))
     values = without_objects(sections.within_run(opened.recipe(needs_environment=False).stored_values()), texts)

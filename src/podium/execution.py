@@ -183,7 +183,7 @@ def restart(prepared: Prepared, folder: RunFolder) -> RunResult:
     predecessor, step = predecessor_of(folder.path), None
     if folder.saved_steps():
         # Workers that live have their state in memory, and read a checkpoint only where they have none.
-        is_attached = predecessor is not None and predecessor.ray is not None
+        is_attached = predecessor is not None and predecessor.has_workers
         step = newest_whole(state_folders(folder), reads_tensors=not is_attached)
         if step is None:
             from podium.engine.checkpoint import newest_usable  # imports torch

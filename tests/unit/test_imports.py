@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 import podium
+from helpers.made_batches import on_policy_recipe
 from helpers.tiny import save_tiny_folder, write_chats
 from podium.observe import read_metrics
+from podium.runs.folder import RunFolder
 
 CHECKING = """
 import json, sys, time
@@ -37,6 +39,28 @@ CONTROLLING = """
 import json, sys
 import podium.controller.drive, podium.programs.controlled, podium.controller.assembly
 print(json.dumps({"modules": sorted(sys.modules)}))
+"""
+
+GOING_ON = """
+import json, os, sys, time
+from pathlib import Path
+from podium import api
+from podium.controller import start_up
+from podium.runs.supervised import SUPERVISION, Predecessor, Supervision
+
+class Stop(Exception): pass
+
+def early_start(*args):
+    raise Stop
+
+start_up.early_start = early_start
+folder = Path(sys.argv[1])
+killed = Predecessor(cause="killed", ended_s=time.monotonic(), is_recorded=True)
+SUPERVISION.set(Supervision(os.pipe()[1], killed, folder))
+try:
+    api.resume(folder)
+except Stop:
+    print(json.dumps({"modules": sorted(sys.modules)}))
 """
 
 SERVING = """
@@ -99,6 +123,17 @@ def test_the_controller_imports_neither_torch_nor_a_model() -> None:
     answer = _answer(CONTROLLING)
 
     assert {"torch", "transformers", "podium.roles.learner", "podium.engine.sharding"}.isdisjoint(answer["modules"])
+
+
+@pytest.mark.slow
+def test_a_controller_that_replaces_one_attaches_to_ray_before_it_imports_torch(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    recipe = on_policy_recipe(f"model.path={tmp_path / 'model'}", f"run.folder={tmp_path / 'runs'}")
+    folder = RunFolder.create(recipe)
+
+    answer = _answer(GOING_ON, folder.path)
+
+    assert {"torch", "transformers", "ray"}.isdisjoint(answer["modules"])
 
 
 @pytest.mark.slow

@@ -147,6 +147,10 @@ class Cluster:
         await workers.attach()
         return workers
 
+    async def end_left(self) -> None:
+        """Ends what another controller has left in this cluster that died before all of its workers had started."""
+        await self._transport.end_left()
+
     def failure(self) -> ClusterError | None:
         """Why the cluster itself has failed, with all its workers; None if it has not."""
         return self._transport.failure()

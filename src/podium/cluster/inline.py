@@ -80,6 +80,12 @@ class InlineTransport:
         living = {name: each for name, each in self._processes.items() if not each.is_dead}
         return LeftBehind(processes=living, places=tuple(self._places))
 
+    async def end_left(self) -> None:
+        """Ends workers that live, and frees all places."""
+        for process in self._processes.values():
+            process.kill()
+        self._places.clear()
+
     async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
         """None: answers are awaited one by one."""
         return None

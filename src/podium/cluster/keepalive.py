@@ -12,9 +12,8 @@ from typing import Any
 
 import ray
 
-from podium.cluster.ray_keeping import remove_kept
+from podium.cluster.ray_keeping import KEEPALIVE, remove_kept
 
-_NAME = "keepalive"
 _CALLS = 6  # in the time after which everything is ended
 _LOOK_S = 0.5
 _ANSWER_S = 10.0
@@ -34,7 +33,7 @@ class _Guardian:
 
     def end(self) -> None:
         """Ends all that is kept."""
-        remove_kept(self._namespace, but=_NAME)
+        remove_kept(self._namespace)
 
     def _watch(self) -> None:
         while time.monotonic() - self._called_s < self._timeout_s:
@@ -64,8 +63,8 @@ class KeepAlive:
 
     def _found(self) -> Any:
         with contextlib.suppress(ValueError):
-            return ray.get_actor(_NAME, self.namespace)
-        options = {"name": _NAME, "namespace": self.namespace, "lifetime": "detached"}
+            return ray.get_actor(KEEPALIVE, self.namespace)
+        options = {"name": KEEPALIVE, "namespace": self.namespace, "lifetime": "detached"}
         return _Guardian.options(**options).remote(self.namespace, self._timeout_s)  # type: ignore[attr-defined]
 
     def _call(self) -> None:

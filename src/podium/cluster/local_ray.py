@@ -118,9 +118,9 @@ class LocalRay:
         """Whether it may go on after the death of this process."""
         return self._supervisor is not None
 
-    def outlive(self, resume_step: int | None) -> KeptRay:
+    def outlive(self, resume_step: int | None, *, is_ready: bool) -> KeptRay:
         """From now on the cluster does not end with this process, but with its supervisor. Returns what the next
-        process needs to attach to it. `resume_step`: with which its workers were built."""
+        process needs to attach to it. `resume_step`: with which its workers were built; `is_ready`: all of them."""
         import ray
 
         assert self._supervisor is not None
@@ -144,6 +144,7 @@ class LocalRay:
             processes=tuple(KeptProcess(pid=pid, started=now.started, name=kept[pid]) for pid, now in found.items()),
             folder=None if self._fork_server is None else str(self._fork_server.folder),
             resume_step=resume_step,
+            is_ready=is_ready,
         )
 
     def _take_over(self, ray: KeptRay) -> None:

@@ -17,6 +17,8 @@ from podium.cluster.transport import BundlePlace
 
 # Names are unique, also while an earlier owner of a name is still being ended.
 _SEPARATOR = " "
+# The actor that keeps the others of its namespace, in a cluster of others.
+KEEPALIVE = "keepalive"
 
 
 def actor_options(name: str, namespace: str) -> Mapping[str, Any]:
@@ -40,11 +42,11 @@ def kept_actors(namespace: str) -> Mapping[str, tuple[Any, ActorProcess]]:
     return actors
 
 
-def remove_kept(namespace: str, *, but: str) -> None:
-    """Ends all actors of a namespace but one, and removes its placement groups."""
+def remove_kept(namespace: str) -> None:
+    """Ends all actors of a namespace but the one that keeps them, and removes its placement groups."""
     for name in _named_actors(namespace):
         with contextlib.suppress(ValueError):  # it has died meanwhile
-            if name != but:
+            if name != KEEPALIVE:
                 ray.kill(ray.get_actor(name, namespace))
     for each in placement_group_table().values():
         if each["name"].startswith(f"{namespace}{_SEPARATOR}") and each["state"] != "REMOVED":

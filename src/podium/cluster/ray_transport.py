@@ -35,7 +35,7 @@ from podium.cluster.ray_compat import (
     install_again,
     signal_handlers,
 )
-from podium.cluster.ray_keeping import actor_options, kept_actors, kept_places, place_options
+from podium.cluster.ray_keeping import actor_options, kept_actors, kept_places, place_options, remove_kept
 from podium.cluster.ray_process import PendingReply, RayProcess
 from podium.cluster.transport import BundlePlace, LeftBehind
 from podium.cluster.worker import Worker
@@ -256,6 +256,11 @@ class RayTransport:
             for name, (actor, at) in actors.items()
         }
         return LeftBehind(processes=processes, places=places)
+
+    async def end_left(self) -> None:
+        """Ends actors and placement groups that outlived their controller. Ray frees what they hold a little later."""
+        if self._namespace is not None:
+            await in_thread(remove_kept, self._namespace)
 
     def _came_up(self, actor: Any, process: ProcessInfo | None) -> None:
         if self._local is not None:

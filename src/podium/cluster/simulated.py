@@ -110,6 +110,9 @@ class SimulatedTransport:
         """Nothing: a simulation has one controller."""
         return LeftBehind()
 
+    async def end_left(self) -> None:
+        """Does nothing: a simulation has one controller."""
+
     async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
         """None: answers are awaited one by one."""
         return None

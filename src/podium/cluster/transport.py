@@ -139,6 +139,10 @@ class Transport(Protocol):
         """What another controller has left for these pools."""
         ...
 
+    async def end_left(self) -> None:
+        """Ends all workers that another controller has left, also those that are starting, and frees their places."""
+        ...
+
     async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
         """All answers, if they come within a moment: waiting for many together costs less than for each. None: some are
         missing or one is an error; they can still be awaited."""

@@ -174,6 +174,8 @@ async def _assembled(
     with ExitStack() as stack:
         stack.callback(console.close)
         async with _opened(recipe, watch, start_up) as cluster:
+            # A death from here on costs workers, and neither Ray nor the imports of the fork server.
+            _keep(recipe, start_up, resume_step, is_ready=start_up.has_workers)
             with watch.span("start-up"):
                 # Wait until Ray is up: imports would slow down its start, and everything else waits for Ray.
                 preparing = asyncio.ensure_future(asyncio.to_thread(prepare))
@@ -183,7 +185,7 @@ async def _assembled(
                     preparing, asyncio.ensure_future(_started(recipe, folder, cluster, resume_step, names, start_up))
                 )
                 start_up.tell("ready")
-                _keep(recipe, start_up, resume_step)
+                _keep(recipe, start_up, resume_step, is_ready=True)
             from podium.controller.healing import Assembled
 
             yield Assembled(
@@ -227,19 +229,19 @@ async def device_kind_of(recipe: OnPolicyRecipe, cluster: Cluster) -> str:
     return device
 
 
-def _keep(recipe: OnPolicyRecipe, start_up: StartUp, resume_step: int | None) -> None:
-    """From now on Ray and the workers stay if this process dies."""
-    supervision, left, address = SUPERVISION.get(), start_up.left, ray_settings(recipe).running_address
+def _keep(recipe: OnPolicyRecipe, start_up: StartUp, resume_step: int | None, *, is_ready: bool) -> None:
+    """From now on Ray and the workers stay if this process dies. `is_ready`: all workers have started."""
+    supervision, address = SUPERVISION.get(), ray_settings(recipe).running_address
     if supervision is None:
         return
-    resume_step = resume_step if left is None else left.resume_step
+    resume_step = start_up.built_with(resume_step)
     if start_up.ray is not None and start_up.ray.can_outlive:
-        supervision.keeps(start_up.ray.outlive(resume_step))
+        supervision.keeps(start_up.ray.outlive(resume_step, is_ready=is_ready))
     elif start_up.kept_as is not None and address is not None:
         supervision.keeps(
             KeptRay(
                 address=address, token="", processes=(), folder=None, resume_step=resume_step,
-                namespace=start_up.kept_as,
+                namespace=start_up.kept_as, is_ready=is_ready,
             )
         )  # fmt: skip
 
@@ -249,10 +251,10 @@ async def _started(
     start_up: StartUp,
 ) -> Workers:  # fmt: skip
     """Starts the workers, or attaches to those that another process has left. Learners that replace one of these are
-    built like them."""
+    built like them. Where it had not started all of them, those are ended: to start one takes less time than to learn
+    how far its start has come."""
     placement, device = recipe.placement, await device_kind_of(recipe, cluster)
-    left = start_up.left
-    resume_step = resume_step if left is None else left.resume_step
+    resume_step = start_up.built_with(resume_step)
     cpu = folder.cpu_settings(num_learners(recipe))
     layout = layout_of(recipe, folder, device=device, resume_step=resume_step, cpu=cpu, names=names)
     timeouts = Timeouts(
@@ -262,7 +264,9 @@ async def _started(
         hang_s=placement.timeout_s,
     )
     try:
-        begin = cluster.start if left is None else cluster.attach
+        if start_up.left is not None and not start_up.has_workers:
+            await cluster.end_left()
+        begin = cluster.attach if start_up.has_workers else cluster.start
         workers = await begin(layout, timeouts, deadline_s=max(600.0, placement.timeout_s))
     except PlacementError as error:
         raise no_place(

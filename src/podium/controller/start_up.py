@@ -28,8 +28,17 @@ class StartUp:
     console: Console
     tell: Callable[[str], object] = lambda what: None
     ray: LocalRay | None = None
-    left: KeptRay | None = None  # what another controller has left, if `ray` is that one
+    left: KeptRay | None = None  # what another controller has left: its Ray, with workers or with parts of them
     kept_as: str | None = None  # of a running Ray: namespace of workers that outlive this process
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether another controller has left all of its workers."""
+        return self.left is not None and self.left.is_ready
+
+    def built_with(self, resume_step: int | None) -> int | None:
+        """The step with which the learners were built, or will be: `resume_step`, unless they are there already."""
+        return self.left.resume_step if self.left is not None and self.left.is_ready else resume_step
 
 
 def ray_settings(recipe: OnPolicyRecipe) -> RayCluster:

@@ -37,6 +37,8 @@ class KeptRay:
     processes: tuple[KeptProcess, ...]  # their descendants belong to it too
     folder: str | None  # of the server that forks workers; removed in the end
     resume_step: int | None  # with which the workers were built
+    # Whether all workers had started. If not, the next process ends those that are there, and starts all of them again.
+    is_ready: bool = True
     namespace: str | None = None  # of the workers in a cluster of others; None: the cluster is the run's own
 
     def values(self) -> Mapping[str, Any]:
@@ -57,6 +59,11 @@ class Predecessor:
     ended_s: float  # by the clock of `time.monotonic`, which all processes of a machine share
     is_recorded: bool  # whether the run folder has all that is needed to go on; if not, the command is repeated
     ray: KeptRay | None = None  # what it has left behind
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether it has left workers with all of their state."""
+        return self.ray is not None and self.ray.is_ready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

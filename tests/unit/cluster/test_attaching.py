@@ -219,3 +219,26 @@ def test_what_has_another_name_is_not_touched() -> None:
         assert await attaching_module.attach(pools, one_role(Counter), left) == {"gen": 0}
 
     asyncio.run(main())
+
+
+def test_an_unfinished_start_is_ended_and_its_places_are_free() -> None:
+    """Its controller died before all workers had started, so that the next one starts all of them."""
+
+    async def main() -> None:
+        transport = InlineTransport()
+        first = Cluster(transport)
+        workers = await first.start(one_role(Counter, (5,)))
+        await workers.role("counter", Counter).call_all(Counter.add, 4)
+        forget(workers.worker_pool("gen"))
+        second = Cluster(transport)
+
+        await second.end_left()
+
+        left = await transport.left_behind(one_role(Counter).pools)
+        assert (left.processes, tuple(left.places)) == ({}, ())
+        again = await second.start(one_role(Counter, (5,)))
+        assert again.num_attached == 0
+        assert [answer.value for answer in await again.role("counter", Counter).call_all(Counter.value)] == [5, 5]
+        second.end()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
