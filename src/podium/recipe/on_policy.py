@@ -66,11 +66,11 @@ class RolloutSection(EngineSection):
         description="Mixtures of experts: the learner's routers choose the experts that the engine's chose while "
         "sampling. auto: where the model can and the engine is native; on: else it is an error.",
     )
-    adapter: Literal["auto", "merged", "apart"] = Field(
-        "auto",
-        description="With model.lora, what generators compute with: weights into which the adapter is merged with "
-        "every version, copies of those of the adapted layers; or base and adapter apart, as the learner does. auto: "
-        "merged on CUDA where memory allows, else apart.",
+    adapter: Literal["apart", "merged", "auto"] = Field(
+        "apart",
+        description="With model.lora, what generators compute with. apart: base and adapter, as the learner does; "
+        "merged: weights into which the adapter is merged with every version, copies of those of the adapted layers; "
+        "auto: merged on CUDA where memory allows, else apart.",
     )
     record: Switch | None = Field(
         None,

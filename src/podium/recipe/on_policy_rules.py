@@ -341,13 +341,8 @@ def _engine(recipe: OnPolicyRecipe) -> Iterator[str]:
 
 def _adapter(recipe: OnPolicyRecipe) -> Iterator[str]:
     adapter, tensor = recipe.rollout.adapter, recipe.placement.generator_tensor
-    if adapter == "auto":
-        return
-    if recipe.model.lora is None:
-        yield (
-            f"rollout.adapter: {adapter} says how generators use an adapter, and there is none. Add model.lora, or "
-            "remove it."
-        )
+    if adapter == "merged" and recipe.model.lora is None:
+        yield "rollout.adapter: there is no adapter that can be merged. Add model.lora, or remove it."
     elif adapter == "merged" and tensor > 1:
         yield (
             f"rollout.adapter: merged weights are whole on one device, and each generator has {tensor}. Set it to "

@@ -37,7 +37,7 @@ def grpo(folder: Path, *overrides: str) -> OnPolicyRecipe:
     values = {
         "program": "grpo", "model": {"path": str(folder), "lora": {"rank": 32}},
         "data": {"train": [{"path": "d.jsonl"}], "max_length": 512}, "optimizer": {"lr": 1e-5},
-        "reward": [{"verifier": "exact_match"}], "steps": 3,
+        "reward": [{"verifier": "exact_match"}], "steps": 3, "rollout": {"adapter": "auto"},
     }  # fmt: skip
     recipe = parse_recipe(apply_overrides(values, overrides))
     assert isinstance(recipe, OnPolicyRecipe)

@@ -81,7 +81,6 @@ RULES: list[tuple[tuple[str, ...], str]] = [
     ),
     # What generators compute with.
     (("rollout.adapter=merged",), "rollout.adapter"),
-    (("rollout.adapter=apart",), "rollout.adapter"),
     (("rollout.adapter=sometimes", "model.lora={}"), "rollout.adapter"),
     (
         (
