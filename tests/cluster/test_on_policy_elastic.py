@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
@@ -45,6 +47,32 @@ def test_at_staleness_0_it_is_the_synchronous_program(workspace: Workspace, loca
     )
     assert expected.keys() == found.keys()
     assert all((expected[key] == found[key]).all() for key in expected)
+
+
+# Two learners each; generators of two devices.
+IN_PAIRS: Mapping[str, Mapping[str, Any]] = {
+    "elastic": {**elastic(4, 2), "generator": {"tensor": 2}},
+    "colocated": {"launcher": "ray", "devices": 2, "generator": {"tensor": 2}},
+    "split": {**elastic(4, 2), "layout": "split", "generator": {"tensor": 2}},
+}
+
+
+def test_a_group_of_devices_that_is_lent_gives_the_weights_of_the_other_layouts(
+    workspace: Workspace, local_ray: None
+) -> None:
+    for name, placement in IN_PAIRS.items():
+        recipe = rl_recipe(workspace, name, steps=2, placement=placement, rollout={"max_new_tokens": 32})
+        api.train(workspace.path / recipe)
+        api.export(workspace.path / "runs" / name, workspace.path / f"{name}-model")
+
+    values = {name: numbers(workspace.path / "runs" / name) for name in IN_PAIRS}
+    lent = [line["lending/tokens"] for step, line in values["elastic"].items() if step > 0]
+    assert any(tokens > 0 for tokens in lent)  # the first time always, because nobody knows yet what a switch takes
+    models = {name: load_file(workspace.path / f"{name}-model" / "model.safetensors") for name in IN_PAIRS}
+    for name in ("split", "elastic"):
+        assert all(values[name][step]["loss"] == line["loss"] for step, line in values["colocated"].items() if step)
+        assert models[name].keys() == models["colocated"].keys()
+        assert all((tensor == models["colocated"][key]).all() for key, tensor in models[name].items())
 
 
 @pytest.mark.parametrize(("devices", "rollout_devices"), [(2, 1), (4, 2)])
