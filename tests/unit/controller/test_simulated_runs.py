@@ -116,9 +116,10 @@ def test_a_resumed_run_trains_on_every_prompt_once(tmp_path: Path) -> None:
     assert sorted(trained) == list(range(8 * 4))
 
 
-def test_a_role_without_a_simulation_is_refused(tmp_path: Path) -> None:
-    recipe = simulated_recipe(tmp_path, placement={"devices": 2, "generator": {"tensor": 2}})
-    with pytest.raises(ClusterError, match=r"generator-parts.*placement\.generator\.tensor"):
+def test_agents_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("def solve(task, base_url, key): ...\n")
+    recipe = simulated_recipe(tmp_path, environment={"agent": f"{tmp_path / 'agent.py'}:solve"})
+    with pytest.raises(ClusterError, match=r"agents .* are not simulated.*environment\.environment"):
         simulated(recipe)
 
 
