@@ -142,6 +142,26 @@ RESPONSE_TEMPLATE = {
 def test_a_response_template_of_the_tokenizer_is_used_with_and_without_tools(
     said: str, tools: Any, message: dict[str, Any]
 ) -> None:
+    found = parsed(said, tools)
+
+    assert {name: found.get(name) for name in ("content", "reasoning_content")} == {"reasoning_content": None} | message
+    assert "tool_calls" not in found
+
+
+def test_a_response_template_of_the_tokenizer_reads_calls() -> None:
+    calls = [f'<tool_call>{{"name": "add", "arguments": {{"a": {a}, "text": "7"}}}}</tool_call>' for a in (1, 2)]
+    found = parsed("[[two]]" + "".join(calls), TOOLS)
+
+    assert found["reasoning_content"] == "two"
+    read = [(call["type"], call["function"]["name"], call["function"]["arguments"]) for call in found["tool_calls"]]
+    assert [(kind, name, json.loads(arguments)) for kind, name, arguments in read] == [
+        ("function", "add", {"a": 1, "text": "7"}), ("function", "add", {"a": 2, "text": "7"}),
+    ]  # fmt: skip
+    assert len({call["id"] for call in found["tool_calls"]}) == 2
+
+
+def parsed(said: str, tools: Any) -> Any:
+    """The message of an answer, by a tokenizer with a response template."""
     tokenizer = byte_tokenizer(CHATML)
     tokenizer.response_template = RESPONSE_TEMPLATE
     conversations = Conversations(tokenizer)
@@ -152,11 +172,7 @@ def test_a_response_template_of_the_tokenizer_is_used_with_and_without_tools(
         tokens_L=np.array(tokens, np.int32), logprobs_L=np.array(zeros, np.float32),
         versions_L=np.zeros(len(tokens), np.int32), stopped=True,
     )  # fmt: skip
-
-    found = conversations.message(prompt.tokens_T, answer, tools, stop=None)
-
-    assert {name: found.get(name) for name in ("content", "reasoning_content")} == {"reasoning_content": None} | message
-    assert "tool_calls" not in found
+    return conversations.message(prompt.tokens_T, answer, tools, stop=None)
 
 
 def test_what_a_user_writes_stays_text_unless_the_models_section_says_otherwise() -> None:
