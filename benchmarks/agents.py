@@ -3,6 +3,7 @@
 
     .venv/bin/python examples/calculator/make_task.py demo/calculator
     .venv/bin/python benchmarks/agents.py demo/calculator/model [--episodes 1000] [--turns 3] [--tool-s 0.2]
+        [--repeats 3] [--save]: for docs/benchmarks.md (`make docs-benchmarks`)
 
 All episodes are under way at the same time, in one process of agents and one gateway. The script fails if one is lost.
 """
@@ -13,8 +14,10 @@ import argparse
 import asyncio
 import json
 import os
+import statistics
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -77,13 +80,18 @@ def recipe(model: Path, folder: Path, arguments: argparse.Namespace) -> dict[str
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--episodes", type=int, default=1000)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--tool-s", type=float, default=0.2)
-    arguments = parser.parse_args()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Of one run."""
+
+    episodes: int
+    requests: int
+    rollout_s: float
+    all_s: float
+
+
+def run(arguments: argparse.Namespace) -> Figures:
+    """One run of one step. Fails if an episode or a token is lost."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         result = podium.train(recipe(arguments.model, Path(folder), arguments))
@@ -94,12 +102,51 @@ def main() -> None:
     assert values["episodes"] == arguments.episodes // SAMPLES * SAMPLES, values["episodes"]
     assert values["episodes/failed"] == 0, values["episodes/failed"]
     assert values["environment/trained_tokens"] == values["environment/sampled_tokens"]
-    requests = values["episodes"] * values["environment/requests"]
-    print(
-        f"{values['episodes']:.0f} episodes, none lost; {requests:.0f} requests in {values['time/rollout_s']:.1f} s of "
-        f"rollout ({requests / values['time/rollout_s']:.0f} per second), {seconds:.1f} s in all; "
-        f"{os.cpu_count()} cores"
-    )
+    return Figures(
+        episodes=round(values["episodes"]), requests=round(values["episodes"] * values["environment/requests"]),
+        rollout_s=values["time/rollout_s"], all_s=seconds,
+    )  # fmt: skip
+
+
+def save_table(figures: list[Figures], arguments: argparse.Namespace) -> None:
+    """Medians and ranges of the repeats."""
+    from result_tables import RESULTS, Column, save  # processes of agents import this file too, from elsewhere
+
+    columns = [
+        Column(name="episodes at once", format="{:,.0f}"), Column(name="lost", format="{:.0f}"),
+        Column(name="requests", format="{:,.0f}"), Column(name="rollout", format="{:.1f} ({:.1f} to {:.1f}) s"),
+        Column(name="requests/s", format="{:.0f} ({:.0f} to {:.0f})"),
+    ]  # fmt: skip
+    seconds = [each.rollout_s for each in figures]
+    rates = [each.requests / each.rollout_s for each in figures]
+    spread = [(statistics.median(each), min(each), max(each)) for each in (seconds, rates)]
+    raw = RESULTS / "agents_turns.json"
+    raw.write_text(json.dumps([asdict(each) for each in figures], indent=1) + "\n", encoding="utf-8")
+    command = ["python examples/calculator/make_task.py demo/calculator",
+               "python benchmarks/agents.py demo/calculator/model"]  # fmt: skip
+    row = [figures[0].episodes, 0, figures[0].requests, *spread]
+    save("agents", columns, [row], command=command, raw=raw.name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--episodes", type=int, default=1000)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--tool-s", type=float, default=0.2)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--save", action="store_true")
+    arguments = parser.parse_args()
+    figures: list[Figures] = []
+    for _ in range(arguments.repeats):
+        each = run(arguments)
+        figures.append(each)
+        print(
+            f"{each.episodes} episodes, none lost; {each.requests} requests in {each.rollout_s:.1f} s of rollout "
+            f"({each.requests / each.rollout_s:.0f} per second), {each.all_s:.1f} s in all; {os.cpu_count()} cores"
+        )
+    if arguments.save:
+        save_table(figures, arguments)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the gateway adds to a request: the time of a chat over HTTP beside that of the same tokens from the engine.
 
-    .venv/bin/python benchmarks/gateway.py MODEL [--requests 200] [--max-tokens 8] [--at-once 1 16 1000]
+    .venv/bin/python benchmarks/gateway.py MODEL [--requests 200] [--max-tokens 8] [--at-once 1 16 1000] [--turns 3]
+        [--save]: for docs/benchmarks.md (`make docs-benchmarks`)
 
 Both sides use one engine thread, in turns, with the same prompts and sampling. Seconds are medians over requests, and
 with many at once each waits for the work of all. So processor time counts too: of the whole process, which has the
@@ -17,7 +18,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from podium.gateway.http import HttpServer
 from podium.gateway.server import Gateway, SessionAccess
 from podium.recipe import ModelSection, PlacementSection, RolloutSection
 from podium.rollout.checkpoints import context_of, open_engine
+from result_tables import RESULTS, Column, save
 
 ASK = {"role": "user", "content": "what is 1+2?"}
 
@@ -93,51 +95,87 @@ async def from_engine(
         seconds.append(time.perf_counter() - began)
 
 
-async def measure(engine: Any, tokenizer: Any, arguments: argparse.Namespace) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Of one turn, in milliseconds: medians over requests, and what the gateway adds to each in processor time."""
+
+    at_once: int
+    engine: float
+    gateway: float
+    added: float
+
+
+async def turn(gateway: Gateway, port: int, at_once: int, requests: int, max_tokens: int) -> Figures:
+    """Both sides, one after the other."""
+    count = max(3, requests // at_once)
+    over, direct = list[float](), list[float]()
+    # A first round has the prompts, and leaves them in the cache for both sides.
+    asked = await asyncio.gather(*(over_gateway(gateway, port, count, max_tokens, []) for _ in range(at_once)))
+    conversations = gateway.service.conversations
+    prompts = [[(conversations.begin(each.messages, None).tokens_T, each.seed) for each in some] for some in asked]
+    before = time.process_time()
+    await asyncio.gather(*(over_gateway(gateway, port, count, max_tokens, over) for _ in range(at_once)))
+    over_s = time.process_time() - before
+    before = time.process_time()
+    await asyncio.gather(*(from_engine(gateway.service, each, max_tokens, direct) for each in prompts))
+    added_s = over_s - (time.process_time() - before)
+    return Figures(
+        at_once=at_once, engine=statistics.median(direct) * 1e3, gateway=statistics.median(over) * 1e3,
+        added=added_s / len(over) * 1e3,
+    )  # fmt: skip
+
+
+async def measure(engine: Any, tokenizer: Any, arguments: argparse.Namespace) -> list[Figures]:
+    """All turns."""
     backend = EngineThread(engine)
     gateway = Gateway(ModelService("model", Conversations(tokenizer), backend))
     server = HttpServer(gateway.handle)
+    figures: list[Figures] = []
     try:
         port = await server.listen("127.0.0.1", 0)
         await over_gateway(gateway, port, 10, arguments.max_tokens, [])  # warm
-        for at_once in arguments.at_once:
-            count = max(3, arguments.requests // at_once)
-            over, direct = list[float](), list[float]()
-            # A first round has the prompts, and leaves them in the cache for both sides.
-            asked = await asyncio.gather(
-                *(over_gateway(gateway, port, count, arguments.max_tokens, []) for _ in range(at_once))
-            )
-            conversations = gateway.service.conversations
-            prompts = [
-                [(conversations.begin(each.messages, None).tokens_T, each.seed) for each in some] for some in asked
-            ]
-            before = time.process_time()
-            await asyncio.gather(
-                *(over_gateway(gateway, port, count, arguments.max_tokens, over) for _ in range(at_once))
-            )
-            over_s = time.process_time() - before
-            before = time.process_time()
-            await asyncio.gather(
-                *(from_engine(gateway.service, each, arguments.max_tokens, direct) for each in prompts)
-            )
-            added_ms = (over_s - (time.process_time() - before)) / len(over) * 1e3
-            over_ms, direct_ms = (statistics.median(each) * 1e3 for each in (over, direct))
-            print(
-                f"{at_once} at once: engine {direct_ms:.1f} ms, over the gateway {over_ms:.1f} ms (medians of "
-                f"{len(over)} requests); processor time that client and gateway add to a request: {added_ms:.2f} ms",
-                flush=True,
-            )
+        for _ in range(arguments.turns):
+            for at_once in arguments.at_once:
+                each = await turn(gateway, port, at_once, arguments.requests, arguments.max_tokens)
+                figures.append(each)
+                print(
+                    f"{at_once} at once: engine {each.engine:.1f} ms, over the gateway {each.gateway:.1f} ms, medians. "
+                    f"Client and gateway add {each.added:.2f} ms of processor time to a request",
+                    flush=True,
+                )
     finally:
         await server.close()
         await asyncio.to_thread(backend.close)
+    return figures
+
+
+def save_table(figures: list[Figures], arguments: argparse.Namespace) -> None:
+    """Medians and ranges of the turns."""
+    ms = "{:.1f} ({:.1f} to {:.1f}) ms"
+    columns = [
+        Column(name="requests at once", format="{:.0f}"), Column(name="engine", format=ms),
+        Column(name="over the gateway", format=ms), Column(name="processor time added to each", format=ms),
+    ]  # fmt: skip
+    rows = []
+    for at_once in arguments.at_once:
+        mine = [each for each in figures if each.at_once == at_once]
+        sides = ([each.engine for each in mine], [each.gateway for each in mine], [each.added for each in mine])
+        rows.append([at_once, *((statistics.median(side), min(side), max(side)) for side in sides)])
+    raw = RESULTS / "gateway_overhead_turns.json"
+    raw.write_text(json.dumps([asdict(each) for each in figures], indent=1) + "\n", encoding="utf-8")
+    command = ["python examples/calculator/make_task.py demo/calculator",
+               "python benchmarks/gateway.py demo/calculator/model"]  # fmt: skip
+    save("gateway_overhead", columns, rows, command=command, raw=raw.name)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=8)
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 16, 1000])
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
     section = ModelSection(path=str(arguments.model))
     context = context_of(section, arguments.model) or 2048
@@ -147,7 +185,9 @@ def main() -> None:
         max_length=min(context, 2048), cpu=None,
     )  # fmt: skip
     print(opened.words, flush=True)
-    asyncio.run(measure(opened.engine, load_tokenizer(section), arguments))
+    figures = asyncio.run(measure(opened.engine, load_tokenizer(section), arguments))
+    if arguments.save:
+        save_table(figures, arguments)
 
 
 if __name__ == "__main__":
