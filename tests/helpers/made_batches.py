@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from podium.algorithms.behavior_check import BehaviorCheck
 from podium.algorithms.statistics import Moments, PolicyStatistics
 from podium.cluster.identity import WorkerId
 from podium.cluster.objects import InlineStored
@@ -143,7 +144,7 @@ def make_report(**changes: Any) -> UpdateReport:
     """An update of one optimizer step in which nothing was out of the ordinary."""
     plain = UpdateReport(
         statistics=PolicyStatistics.merge([]), gap=LogprobGap(count=16, sum_abs=0.0, sum_ratio=16.0, largest=0.0),
-        sampling=None, kept_mass=None, ages={},
+        sampling=None, kept_mass=None, ages={}, behavior=BehaviorCheck(),
         entropy=0.7, kl_reference=None, advantages=Moments.merge([]), losses=(0.25,), grad_norms=(2.0,), skipped=0,
         num_tokens=16, num_sequences=8, imbalance=1.0, micro_steps=1, seconds=0.5, proximal_s=0.0, flops=1e6,
     )  # fmt: skip

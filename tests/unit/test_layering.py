@@ -70,6 +70,7 @@ TORCH_FREE = (
     "models.cost",
     "models.cpu_settings",
     "algorithms.advantages",
+    "algorithms.behavior_check",
     "algorithms.kl",
     "algorithms.router_statistics",
     "algorithms.staleness",

@@ -21,17 +21,25 @@ _LARGEST_LOG_RATIO = 20.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgeStatistics(Sums):
     """Sums over the tokens of one age. With δ = learner's log-prob before the update − behaviour log-prob, a token's
-    ratio is exp(δ), and its term of the KL of the sampling weights from the learner's is exp(δ) − 1 − δ (k3)."""
+    ratio is exp(δ), its terms of the KL of the sampling weights from the learner's are exp(δ) − 1 − δ (k3) and −δ (k1),
+    and its evidence against the behaviour log-prob is log((1 + exp(δ)) / 2), see behavior_check.py."""
 
     count: float
     kl_k3: float
     ratio: float
     ratio_squares: float
+    kl_k1: float = 0.0
+    evidence: float = 0.0
 
     @property
     def kl(self) -> float:
         """Mean k3; 0 without tokens."""
         return self.kl_k3 / self.count if self.count else 0.0
+
+    @property
+    def distance(self) -> float:
+        """Mean k1, which single tokens cannot dominate; 0 without tokens."""
+        return self.kl_k1 / self.count if self.count else 0.0
 
     @property
     def effective_share(self) -> float:
@@ -52,11 +60,25 @@ def updates_between(
     return np.searchsorted(versions_V, newest_N, side="right") - np.searchsorted(versions_V, oldest_N, side="right")
 
 
+def log_ratios(learner_S: NDArray[np.floating[Any]], behavior_S: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    """Learner's log-probs less behaviour log-probs, cut where their exponential would not be finite."""
+    delta_S: NDArray[np.float64] = (learner_S.astype(np.float64) - behavior_S).clip(
+        -_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO
+    )
+    return delta_S
+
+
+def evidence(delta_S: NDArray[np.float64]) -> NDArray[np.float64]:
+    """log((1 + exp(δ)) / 2) of each token."""
+    terms_S: NDArray[np.float64] = np.log1p(np.exp(delta_S)) - np.log(2)
+    return terms_S
+
+
 def statistics_by_age(
     learner_S: NDArray[np.floating[Any]], behavior_S: NDArray[np.floating[Any]], age_S: NDArray[np.integer[Any]]
 ) -> dict[int, AgeStatistics]:
     """The statistics of each age that occurs."""
-    delta_S = (learner_S.astype(np.float64) - behavior_S).clip(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+    delta_S = log_ratios(learner_S, behavior_S)
     by_age: dict[int, AgeStatistics] = {}
     for age in np.unique(age_S).tolist():
         delta = delta_S[age_S == age]
@@ -66,6 +88,8 @@ def statistics_by_age(
             kl_k3=float((ratio - 1 - delta).sum()),
             ratio=float(ratio.sum()),
             ratio_squares=float(np.square(ratio).sum()),
+            kl_k1=float(-delta.sum()),
+            evidence=float(evidence(delta).sum()),
         )
     return by_age
 

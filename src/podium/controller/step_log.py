@@ -11,6 +11,7 @@ from typing import Literal
 from podium.algorithms.staleness import AgeStatistics
 from podium.cluster.deadlines import now_s, wall_s
 from podium.cluster.results import Span
+from podium.controller.behavior_logprobs import check_distance, check_logprobs
 from podium.controller.ledger import GroupRecord, OpenGroupRecord
 from podium.controller.parts import OnPolicyParts
 from podium.controller.records import StepRecord, idle_seconds, ledger_records, step_metrics
@@ -22,7 +23,7 @@ from podium.observe.timeline import CONTROLLER, TimelineSpan, spans_of
 from podium.recipe import OnPolicyRecipe
 from podium.roles.stages import CriticReport, TrainBatch, UpdateReport
 from podium.runs.guards import DivergenceGuard
-from podium.weights.canary import GapLimits, GapWatch, LogprobGap
+from podium.weights.canary import GapLimits, GapWatch
 
 # Metrics in seconds that the console shows as a part of the step, with names of these parts and their labels.
 _SHARES = {
@@ -30,8 +31,6 @@ _SHARES = {
     "rollout/idle_s": ("rollout/idle", "idle"),
     "lending/lent_s": ("lending/lent", "lent"),
 }
-# Of the group that is named when log-probs are wrong.
-_MOST_EVENTS = 32
 
 
 class StepLog:
@@ -111,7 +110,7 @@ class StepLog:
         parts.log.step(step_view(step.number, recipe, values), values)
         try:
             if policy is not None:
-                _check_logprobs(step.number, policy.gap, groups, history)
+                check_logprobs(step.number, policy, groups, history)
             self._check(step.number, policy, is_warm_up=critic is not None and policy is None)
         except (TrainingDivergedError, InvariantError):
             await self.written()  # a step that stops the run is recorded too
@@ -150,6 +149,7 @@ class StepLog:
         algorithm = recipe.full_algorithm
         for kl in (report.statistics.kl_k3, AgeStatistics.merge(report.ages.values()).kl):
             _check_kl(step, kl, algorithm.max_kl_behavior, recipe.rollout.staleness)
+        check_distance(step, report)
         if algorithm.correction is None:
             alarm = self._gaps.look(report.gap)
             if alarm is not None:
@@ -176,31 +176,6 @@ def _check_kl(step: int, kl: float, limit: float | None, staleness: int) -> None
         f"step {step}: the policy's KL from the weights that sampled is {kl:.4g}, and algorithm.max_kl_behavior is "
         f"{limit:g}. Lower {stale}optimizer.lr, algorithm.mini_batches or "
         "algorithm.epochs, or raise the limit."
-    )
-
-
-def _check_logprobs(
-    step: int, gap: LogprobGap, groups: Sequence[GroupRecord], history: Callable[[int], Sequence[str]]
-) -> None:
-    """Raises an error if the log-probs that engines reported are not of the tokens they sampled, with a correction or
-    without."""
-    if not gap.is_of_other_tokens:
-        return
-    worst = ""
-    if gap.widest_group is not None:
-        prompt, mean = gap.widest_group
-        rows = [each for each in groups if each.prompt_index == prompt]
-        worst = (
-            f"\nThe group of prompt {prompt} has the largest difference: {mean:.2g} in the mean over "
-            f"{gap.by_group[prompt][1]} tokens.\nIts history:"
-            + "".join(f"\n  {each}" for each in (*rows, *history(prompt)[-_MOST_EVENTS:]))
-        )
-    raise InvariantError(
-        f"step {step}: rollout and learner log-probs differ by {gap}. No rounding does that: they are of other "
-        "tokens or of other weights than the engine says, or of another distribution (invariant: behaviour "
-        f"log-probs).\nThe event: the update of step {step}, whose groups are in the ledger.{worst}\nThis is a defect "
-        "of Podium or of the engine: compare them with `podium verify`, and report it with the run folder. What was "
-        "committed before this step is as it should be."
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from podium.algorithms.behavior_check import BehaviorCheck
 from podium.algorithms.staleness import merge_ages
 from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics, ValueStatistics
 from podium.cluster import CallResult, Metric, RoleGroup, RowRefs, WorkerId
@@ -333,6 +334,7 @@ class LearnerHandle:
             ),
             kept_mass=_mean([note.kept_mass for note in notes]),
             ages=merge_ages([note.ages for note in notes]),
+            behavior=BehaviorCheck.merge([note.behavior for note in notes]),
             entropy=entropy or 0.0,
             kl_reference=_mean([note.kl_reference for note in notes]),
             advantages=Moments.merge([*(note.advantages for note in notes), Moments(float(idle_tokens), 0.0, 0.0)]),

@@ -35,6 +35,7 @@ from podium.weights.versions import WeightVersion
 from podium.weights.weight_transfers import ByStore, WeightBucket, WeightTransfer
 
 if TYPE_CHECKING:
+    from podium.algorithms.behavior_check import BehaviorCheck
     from podium.algorithms.router_statistics import RouterStatistics
     from podium.algorithms.staleness import ByAge
     from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics
@@ -134,6 +135,7 @@ class UpdateNote:
     sampling: EffectiveSampleSize | None
     kept_mass: tuple[float, float]  # that truncated sampling kept, over the tokens of `gap`: sum and count
     ages: ByAge  # empty if no token is stale
+    behavior: BehaviorCheck
     entropy: tuple[float, float]  # sum and count
     kl_reference: tuple[float, float]
     advantages: Moments

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from podium.algorithms.behavior_check import BehaviorCheck
 from podium.algorithms.corrections import effective_sample_size, importance_weights
 from podium.algorithms.distillation import several_teachers_advantages
 from podium.algorithms.kl import kl_estimate
@@ -39,6 +40,44 @@ from podium.roles.token_rows import packed_rows, spread_over_turns, token_reward
 from podium.weights.canary import LogprobGap
 
 
+def _has_stale(versions_S: NDArray[np.int32], plan: UpdatePlan) -> bool:
+    return bool(((versions_S >= 0) & (versions_S != plan.version)).any())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stale:
+    """Sampled tokens against the policy before the update. Empty if no token is stale."""
+
+    ages: Mapping[int, AgeStatistics] = field(default_factory=dict)
+    check: BehaviorCheck = field(default_factory=BehaviorCheck)
+
+    @classmethod
+    def of(
+        cls,
+        learner_S: NDArray[np.float32],
+        behavior_S: NDArray[np.float32],
+        versions_S: NDArray[np.int32],
+        group_S: Ints,
+        plan: UpdatePlan,
+    ) -> _Stale:
+        """Of tokens that were all sampled."""
+        if not _has_stale(versions_S, plan):
+            return cls()
+        ages_S = updates_between(versions_S, plan.version, plan.versions)
+        return cls(
+            ages=statistics_by_age(learner_S, behavior_S, ages_S),
+            check=BehaviorCheck.of_policy(learner_S, behavior_S, group_S),
+        )
+
+    @classmethod
+    def merge(cls, parts: Sequence[_Stale]) -> _Stale:
+        """Several micro-batches as one."""
+        return cls(
+            ages=merge_ages([part.ages for part in parts]),
+            check=BehaviorCheck.merge([part.check for part in parts]),
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Columns:
     """Everything known about each token before the first forward of the update."""
@@ -51,7 +90,8 @@ class _Columns:
     sampling: EffectiveSampleSize | None
     kept_mass: tuple[float, float]  # sum and count
     gap: LogprobGap | None  # None: the learner's log-probs are not known yet
-    ages: Mapping[int, AgeStatistics] | None  # None: the learner's log-probs are not known yet
+    stale: _Stale | None  # None: the learner's log-probs are not known yet
+    check: BehaviorCheck  # of each log-prob by itself
     reference_T: NDArray[np.float32] | None
 
 
@@ -92,12 +132,14 @@ class PolicyUpdate:
                 for each, (logprobs, entropy) in zip(micro, outputs, strict=True)
             ]
         reports = [each.resolve() for each in pending]
+        stale = columns.stale if columns.stale is not None else _stale_of(seen, plan)
         return UpdateNote(
             statistics=PolicyStatistics.merge([_statistics(each, logprobs, plan) for each, logprobs, _ in seen]),
             gap=columns.gap if columns.gap is not None else _gap(seen if _is_comparable(plan) else (), plan),
             sampling=columns.sampling,
             kept_mass=columns.kept_mass,
-            ages=columns.ages if columns.ages is not None else _ages_of(seen, plan),
+            ages=stale.ages,
+            behavior=BehaviorCheck.merge([columns.check, stale.check]),
             entropy=(float(sum(entropy.double().sum().item() for _, _, entropy in seen)), _num_seen(seen)),
             kl_reference=_distance(seen),
             advantages=moments_of(torch.from_numpy(columns.advantages_T), torch.from_numpy(columns.trained_T)),
@@ -126,13 +168,17 @@ class PolicyUpdate:
             ).values_T  # fmt: skip
             proximal_s = time.perf_counter() - began
         advantages_T = self._advantages(block, shard, plan, trained_T, reference_T, old_T)
-        correction_T = sampling = ages = gap = None
+        correction_T = sampling = stale = gap = None
         kept_mass = 0.0, 0.0
+        group_T, sampled_T = _group_T(block), trained_T & (block.versions_T >= 0)
+        check = BehaviorCheck.of_logprobs(behavior_T[sampled_T], group_T[sampled_T])
         if old_T is not behavior_T:
-            ages = _ages(old_T[trained_T], behavior_T[trained_T], block.versions_T[trained_T], plan)
+            stale = _Stale.of(
+                old_T[sampled_T], behavior_T[sampled_T], block.versions_T[sampled_T], group_T[sampled_T], plan
+            )
             current_T = trained_T & _comparable_T(block, plan)
             delta_S = old_T[current_T].astype(np.float64) - behavior_T[current_T]
-            gap = LogprobGap.of(delta_S, _group_T(block)[current_T], is_truncated=plan.is_truncated)
+            gap = LogprobGap.of(delta_S, group_T[current_T], is_truncated=plan.is_truncated)
             if plan.is_truncated:
                 kept_mass = _kept_mass(old_T[current_T], behavior_T[current_T])
         if plan.correction is not None:
@@ -149,7 +195,8 @@ class PolicyUpdate:
             sampling=sampling,
             kept_mass=kept_mass,
             gap=gap,
-            ages=ages,
+            stale=stale,
+            check=check,
             reference_T=reference_T if in_loss else None,
         )
         return columns, proximal_s
@@ -346,24 +393,15 @@ def _gap(seen: Sequence[tuple[_Micro, Tensor, Tensor]], plan: UpdatePlan) -> Log
     return LogprobGap.merge(parts)
 
 
-def _ages(
-    learner_S: NDArray[np.float32], behavior_S: NDArray[np.float32], versions_S: NDArray[np.int32], plan: UpdatePlan
-) -> dict[int, AgeStatistics]:
-    """Statistics by age, if any token is stale."""
-    if not ((versions_S >= 0) & (versions_S != plan.version)).any():
-        return {}
-    sampled = versions_S >= 0
-    ages_S = updates_between(versions_S[sampled], plan.version, plan.versions)
-    return statistics_by_age(learner_S[sampled], behavior_S[sampled], ages_S)
-
-
-def _ages_of(seen: Sequence[tuple[_Micro, Tensor, Tensor]], plan: UpdatePlan) -> dict[int, AgeStatistics]:
-    """Statistics by age over the tokens that were computed before the first optimizer step."""
-    return merge_ages(
-        _ages(logprobs_S.float().cpu().numpy(), micro.behavior_S.cpu().numpy(), micro.versions_S, plan)
-        for micro, logprobs_S, _ in seen
-        if micro.is_first and ((micro.versions_S >= 0) & (micro.versions_S != plan.version)).any()
-    )
+def _stale_of(seen: Sequence[tuple[_Micro, Tensor, Tensor]], plan: UpdatePlan) -> _Stale:
+    """Over the tokens that were computed before the first optimizer step."""
+    parts = []
+    for micro, logprobs_S, _ in seen:
+        sampled_S = micro.versions_S >= 0
+        if micro.is_first and _has_stale(micro.versions_S, plan):
+            learner_S, behavior_S = (each.float().cpu().numpy()[sampled_S] for each in (logprobs_S, micro.behavior_S))
+            parts.append(_Stale.of(learner_S, behavior_S, micro.versions_S[sampled_S], micro.group_S[sampled_S], plan))
+    return _Stale.merge(parts)
 
 
 def _num_seen(seen: Sequence[tuple[_Micro, Tensor, Tensor]]) -> float:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podium.algorithms.advantages import RELATIVE_SPREAD
+from podium.algorithms.behavior_check import BehaviorCheck
 from podium.algorithms.router_statistics import RouterStatistics
 from podium.algorithms.staleness import ByAge
 from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics, ValueStatistics
@@ -274,6 +275,7 @@ class UpdateReport:
     sampling: EffectiveSampleSize | None
     kept_mass: float | None  # mean; None: nothing was truncated, or no token can be compared
     ages: ByAge  # empty if no token is stale
+    behavior: BehaviorCheck
     entropy: float
     kl_reference: float | None
     advantages: Moments

@@ -16,6 +16,7 @@ import pytest
 from helpers.fake_roles import Bandit
 from helpers.made_batches import advantages_of
 from helpers.trials import Trial
+from podium.algorithms.behavior_check import BehaviorCheck
 from podium.algorithms.staleness import AgeStatistics
 from podium.algorithms.statistics import PolicyStatistics
 from podium.controller.run import OnPolicyRun
@@ -332,6 +333,54 @@ def test_log_probs_of_other_tokens_are_reported_with_their_group_and_its_history
     assert "GroupRecord(prompt_index=6, step=2, attempts=1, admitted_version=1" in report
     assert all(f"\n  {name}(group=6" in report for name in ("Admit", "EpisodeEnded"))
     assert "The event: the update of step 2" in report
+
+
+def _stale(*, evidence: float = 0.0, distance: float = 0.0) -> dict[str, Any]:
+    """A report of 1000 tokens of age 1, in an update of 8 sequences: the limit of the evidence is
+    30 + 20 + 8 log 100 = 86.8 nats."""
+    ages = {1: AgeStatistics(count=1000.0, kl_k3=0.0, ratio=1e3, ratio_squares=1e3,
+                             kl_k1=1000 * distance, evidence=evidence)}  # fmt: skip
+    return {"ages": ages, "behavior": BehaviorCheck(evidence={4: 0.25 * evidence, 6: 0.75 * evidence})}
+
+
+def test_stale_log_probs_of_other_tokens_are_reported_with_their_group_and_its_history(tmp_path: Path) -> None:
+    """Also with a limit of the KL, and where the policy seems to have run away."""
+    wrong = _stale(evidence=87.0, distance=9.0) | _moved(9.0)
+    reports = lambda step: wrong if step == 2 else _stale(evidence=86.0)  # noqa: E731
+    trial = Trial(tmp_path, "steps=3", "algorithm.max_kl_behavior=0.1", bandit=Bandit(reports=reports))
+
+    with pytest.raises(InvariantError, match=r"step 2: tokens of age 1 .* 87 nats .*invariant: behaviour") as raised:
+        trial.run()
+
+    report = str(raised.value)
+    assert "The group of prompt 6 has the most evidence: 65.2 nats" in report
+    assert "GroupRecord(prompt_index=6, step=2, attempts=1, admitted_version=1" in report
+    assert all(f"\n  {name}(group=6" in report for name in ("Admit", "EpisodeEnded"))
+    assert [line.step for line in trial.lines] == [1, 2]  # the step that ended it is recorded
+
+
+def test_log_probs_above_0_end_the_run_at_staleness_0_too(tmp_path: Path) -> None:
+    wrong = {"behavior": BehaviorCheck(impossible={0: 1, 1: 3})}
+    trial = Trial(tmp_path, "steps=2", bandit=Bandit(reports=lambda step: wrong))
+
+    with pytest.raises(InvariantError, match=r"step 1: .* for 4 sampled tokens[^$]*prompt 1 has the most of them: 3"):
+        trial.run()
+
+
+@pytest.mark.parametrize(("distance", "step"), [(4.9, None), (5.1, 2)])
+def test_a_policy_that_has_nothing_left_of_the_one_that_sampled_stops_the_run(
+    tmp_path: Path, distance: float, step: int | None
+) -> None:
+    """Without a limit of the KL too."""
+    trial = Trial(
+        tmp_path, "steps=3", bandit=Bandit(reports=lambda at: _stale(distance=distance if at == 2 else 0.5))
+    )  # fmt: skip
+
+    if step is None:
+        trial.run()
+        return
+    with pytest.raises(TrainingDivergedError, match=rf"step {step}: .* age 1 .* 5\.1 nats .*optimizer\.lr"):
+        trial.run()
 
 
 def _skipping(*steps: int) -> Any:

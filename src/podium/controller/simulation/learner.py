@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from podium.algorithms.behavior_check import BehaviorCheck
 from podium.algorithms.staleness import ByAge, statistics_by_age, updates_between
 from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics
 from podium.cluster import Computed, RowRefs, WorkerContext
@@ -81,6 +82,7 @@ class SimulatedLearner(Learner):
             gap=LogprobGap(count=int(count), sum_abs=0.0, sum_ratio=count, largest=0.0),
             sampling=same if algorithm.correction is not None else None,
             ages=self._ages(shard.rows, plan),
+            behavior=BehaviorCheck(),
             entropy=(0.0, count),
             kl_reference=(0.0, count if in_loss else 0.0),
             advantages=Moments(
