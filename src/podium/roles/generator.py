@@ -18,6 +18,7 @@ from podium.data.tokenizer import answer_text, load_tokenizer, parted_stops, sto
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.engine.mesh import adopt
 from podium.engine.sharding import compute_dtype
+from podium.errors import InvariantError
 from podium.models.causal_lm import load_config
 from podium.observe.causes import FOR_PROMPTS, FOR_REQUESTS
 from podium.progress import mark_progress
@@ -43,6 +44,16 @@ _IDLE_S = 0.05
 _RANK_DIED = 70  # exit code
 # Episodes are sent as they end, but not more often than this: each block costs the controller a message.
 _BLOCK_EVERY_S = 0.05
+
+
+def check_cache_mode(in_flight: InFlight, on_new_weights: str) -> None:
+    """Raises an InvariantError if running sequences would keep a cache that the recipe does not let them keep."""
+    if in_flight == "keep" and on_new_weights != "keep":
+        raise InvariantError(
+            f"weights are to be installed under running sequences that keep their cache, and rollout.on_new_weights is "
+            f"{on_new_weights} (invariant: explicit cache). This is a defect of Podium: please report it with the run "
+            "folder. What was committed before is as it should be."
+        )
 
 
 class GeneratorRank(Generator):
@@ -180,6 +191,7 @@ class GeneratorRank(Generator):
 
     def install(self, transfer: WeightTransfer, in_flight: InFlight = "recompute") -> int:
         """Receives and installs weights; returns the bytes received."""
+        check_cache_mode(in_flight, self._spec.rollout.on_new_weights)
         device = torch.device(self._context.device)
         delivery, began = received(transfer, device=device, link=self._context.transfer), time.perf_counter()
         with self._context.span("installing weights"):  # streams go on meanwhile, and wait for it

@@ -5,7 +5,8 @@ tensors.
 A sequence has a table of blocks. A full block never changes again and may be held by several sequences; the block after
 the full ones has a single holder, which writes to it. Computed blocks are remembered in a tree keyed by their tokens
 (prefix caching). A later sequence with the same prefix takes the full blocks as they are and copies part of one more.
-If a block is as long as the longest sequence (a slot, as on CPU), all reuse is by that copy."""
+If a block is as long as the longest sequence (a slot, as on CPU), all reuse is by that copy. Before new weights sample,
+all blocks are forgotten. Each remembered one says when it was computed: to reuse an older one is a fatal error."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from itertools import islice
 import numpy as np
 
 from podium.data.documents import Tokens
+from podium.errors import InvariantError
 
 # Number of remembered blocks, newest first, that are searched for one with a common prefix.
 _CANDIDATES = 256
@@ -47,14 +49,16 @@ class _Node:
     tokens: Tokens
     block: int
     parent: _Node | None
+    age: int  # of the block table that it was computed for
     children: dict[bytes, _Node] = field(default_factory=dict)
 
 
 class BlockManager:
     """`num_blocks` blocks of `block_size` positions each."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, remember: bool = True) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
+    def __init__(self, num_blocks: int, block_size: int, *, remember: bool = True, version: int = 0) -> None:
+        """`version`: of the weights that compute."""
+        self.num_blocks, self.block_size, self._version = num_blocks, block_size, version
         self._remember = remember
         self._age = 0
         self.reset()
@@ -63,13 +67,18 @@ class BlockManager:
         """Resets to the initial state: no sequence holds a block."""
         self._free = list(range(self.num_blocks - 1, -1, -1))  # the lowest block first
         self._holders = [0] * self.num_blocks
-        self._root = _Node(tokens=np.empty(0, np.int32), block=-1, parent=None)
+        self._root = _Node(tokens=np.empty(0, np.int32), block=-1, parent=None, age=self._age)
         self._nodes: dict[int, _Node] = {}
         # Remembered blocks without a holder that no other remembered block builds on, least recently used first.
         self._spare: OrderedDict[int, None] = OrderedDict()
         self._num_kept = 0
         self._pins: list[int] = []
         self._copies: list[BlockCopy] = []
+
+    @property
+    def age(self) -> int:
+        """How often all blocks have been forgotten."""
+        return self._age
 
     @property
     def num_held(self) -> int:
@@ -99,6 +108,7 @@ class BlockManager:
         """Allocates blocks for a sequence that starts with `tokens`, at least `room` positions. Reuses computed blocks
         for all but the last token (which must be fed for its logits). None: there are too few blocks."""
         full, source, copied = self._longest_match(tokens[: len(tokens) - 1])
+        self._check_current(full if source is None else [*full, source])
         blocks = [node.block for node in full]
         for block in blocks:
             self._hold(block)
@@ -150,8 +160,9 @@ class BlockManager:
                 self._unlink_with_all_behind(node)
         return [block for block in block_table.blocks if self._holders[block] == 1]
 
-    def forget(self) -> None:
-        """Forgets all computed blocks, because the weights changed."""
+    def forget(self, version: int | None = None) -> None:
+        """Forgets all computed blocks, because the weights changed to those of `version`, or with None because memory
+        is given up."""
         for block, node in self._nodes.items():
             node.children.clear()
             if self._holders[block] == 0:
@@ -161,6 +172,15 @@ class BlockManager:
         self._num_kept = 0
         self._root.children.clear()
         self._age += 1
+        self._version = self._version if version is None else version
+
+    def check_version(self, version: int) -> None:
+        """Raises an InvariantError unless what is remembered was computed by the weights of `version`."""
+        if version != self._version:
+            raise cache_error(
+                f"the engine samples with weights of version {version}, and its prefix cache is of version "
+                f"{self._version}"
+            )
 
     def take_copies(self) -> list[BlockCopy]:
         """The copies to make before the next forward. After this call their sources may be reassigned."""
@@ -210,6 +230,14 @@ class BlockManager:
 
     # The tree
 
+    def _check_current(self, nodes: list[_Node]) -> None:
+        for node in nodes:
+            if node.age != self._age:
+                raise cache_error(
+                    f"a new sequence would reuse block {node.block} of the prefix cache, which was computed before the "
+                    f"weights of version {self._version} came ({self._age - node.age} updates or sleeps earlier)"
+                )
+
     def _longest_match(self, tokens: Tokens) -> tuple[list[_Node], _Node | None, int]:
         """Returns (matching full blocks, the next block with the longest common prefix, number of its common
         tokens)."""
@@ -250,7 +278,7 @@ class BlockManager:
             # sequence does not hold, so that the holder of a block holds all before it.
             if part.tobytes() in parent.children:
                 return
-            node = _Node(tokens=part.copy(), block=block, parent=parent)
+            node = _Node(tokens=part.copy(), block=block, parent=parent, age=block_table.age)
             parent.children[part.tobytes()] = node
             self._nodes[block] = node
             parent = node
@@ -318,6 +346,14 @@ class BlockManager:
         for block in reversed(block_table.blocks):
             self._drop(block)
         block_table.blocks = []
+
+
+def cache_error(what: str) -> InvariantError:
+    """The error for keys and values of other weights than they should be of."""
+    return InvariantError(
+        f"{what} (invariant: explicit cache). This is a defect of Podium: please report it with the run folder. What "
+        "was committed before is as it should be."
+    )
 
 
 def common_prefix(left: Tokens, right: Tokens) -> int:

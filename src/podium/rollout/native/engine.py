@@ -109,7 +109,10 @@ class NativeEngine:
             merged=merged,
         )  # fmt: skip
         cache = self._cache = self._memory.cache
-        self._block_manager = BlockManager(sizes.num_blocks, sizes.block_size, remember=section.reuse_prefixes)
+        self._block_manager = BlockManager(
+            sizes.num_blocks, sizes.block_size, remember=section.reuse_prefixes, version=version
+        )  # fmt: skip
+        self._oldest_cache = 0  # age of the block manager from which on running sequences may have their cache
         self._experts: ExpertCache | None = None
         recorded = model.routers.shape if records_experts and model.routers is not None else None
         if recorded is not None:
@@ -246,7 +249,7 @@ class NativeEngine:
             self._take_in(lag=0)
             if in_flight == "recompute":
                 self._preempt_all()
-            self._block_manager.forget()
+            self._forget_cache(version, in_flight)
             try:
                 self._weights.take(version, delivery)
                 self._make_copies()
@@ -268,10 +271,15 @@ class NativeEngine:
             self._check_open()
             self._take_in(lag=0)
             self._preempt_all()
-            self._block_manager.forget()
+            self._forget_cache(version, "recompute")
             self._weights.check(version)
             self._make_copies()
             self._version, self._refusal = version.number, None
+
+    def _forget_cache(self, version: WeightVersion, in_flight: InFlight) -> None:
+        self._block_manager.forget(version.number)
+        if in_flight == "recompute":
+            self._oldest_cache = self._block_manager.age
 
     def _make_copies(self) -> None:
         """Computes what follows from the weights: those with the adapter merged, and those in fp8."""
@@ -397,6 +405,7 @@ class NativeEngine:
         if self._merged is not None:
             self._merged.fill()  # after a sleep with the same weights
         began_s = time.monotonic()
+        self._block_manager.check_version(self._version)
         if self._speculation is not None and self._speculation.begin_step(self._scheduler.num_running):
             self._take_in(lag=0)  # what comes next is proposed from what came before
         try:
@@ -409,6 +418,7 @@ class NativeEngine:
                 assert self._launched or not self._sequences, "answers are under way and none can be advanced"
                 self._take_in(lag=0)
                 return
+            self._rows.check_caches(self._oldest_cache)
             self._note(plan)
             places = plan.places(self._rows) if self._experts is not None else None
             self._launched.append(_Launched(plan, self._version, self._runner.run(plan), places))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from podium.data.documents import Tokens
 from podium.data.routed_experts import Experts, continued
 from podium.data.trajectories import TrajectoryId
-from podium.rollout.native.block_manager import BlockTable
+from podium.rollout.native.block_manager import BlockTable, cache_error
 from podium.rollout.native.expert_cache import ExpertCache
 from podium.rollout.requests import Completion, Finish, PartialAnswer, Request
 
@@ -22,6 +22,7 @@ Rows = NDArray[np.int64]
 
 _FIRST_WIDTH = 256
 _NO_TOKEN = -1
+_NO_CACHE = np.iinfo(np.int64).max
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +101,7 @@ class RowTable:
         self.has_strings_R = np.zeros(num_rows, np.bool_)  # that end it
         self.room_R = np.zeros(num_rows, np.int64)  # positions in the blocks that it holds
         self.arrival_R = np.zeros(num_rows, np.int64)
+        self._cache_age_R = np.full(num_rows, _NO_CACHE)  # of its block table
         self.tokens_RL: NDArray[np.int32] = np.zeros((num_rows, _FIRST_WIDTH), np.int32)
         self.logprobs_RL: NDArray[np.float32] = np.zeros((num_rows, _FIRST_WIDTH), np.float32)
         self.versions_RL: NDArray[np.int32] = np.zeros((num_rows, _FIRST_WIDTH), np.int32)
@@ -134,6 +136,7 @@ class RowTable:
         self.admitted_R[row] = size
         self.set_blocks(row, block_table)
         self.arrival_R[row] = sequence.arrival
+        self._cache_age_R[row] = block_table.age
         self.tokens_RL[row, :size] = sequence.tokens
         self.logprobs_RL[row, size - sampled : size] = sequence.logprobs
         self.versions_RL[row, size - sampled : size] = sequence.versions
@@ -167,9 +170,23 @@ class RowTable:
             sequence.experts = continued(sequence.experts, fed)
         sequence.row = -1
         self.sequences[row] = None
+        self._cache_age_R[row] = _NO_CACHE
         self.epoch_R[row] += 1
         self._free.append(row)
         return sequence
+
+    def check_caches(self, oldest: int) -> None:
+        """Raises an InvariantError if a running sequence has keys and values that were computed before all blocks had
+        been forgotten `oldest` times."""
+        row = int(self._cache_age_R.argmin())
+        if self._cache_age_R[row] >= oldest:
+            return
+        sequence = self.sequences[row]
+        assert sequence is not None
+        raise cache_error(
+            f"answer {sequence.id} would go on over keys and values of weights that have been replaced, "
+            f"{oldest - int(self._cache_age_R[row])} updates ago, and its cache was to be computed again"
+        )
 
     def partial_answer(self, sequence: Sequence) -> PartialAnswer:
         """What the host has seen of a sequence that has a row."""

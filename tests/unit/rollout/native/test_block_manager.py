@@ -307,7 +307,7 @@ class PagesInUse(RuleBasedStateMachine):
 
     @invariant()
     def the_books_are_right(self) -> None:
-        if not hasattr(self, "book"):
+        if not hasattr(self, "block_manager"):
             return
         assert list(inconsistencies(self.block_manager)) == []
         held = [block for sequence in self.live for block in sequence.block_table.blocks]
@@ -324,7 +324,7 @@ class PagesInUse(RuleBasedStateMachine):
                 assert self.memory[self.at(sequence.block_table, i)] == self.holds(sequence, i)
 
     def teardown(self) -> None:
-        if not hasattr(self, "book"):
+        if not hasattr(self, "block_manager"):
             return
         for sequence in self.live:
             self.block_manager.release(sequence.block_table, None)
