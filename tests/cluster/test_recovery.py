@@ -22,6 +22,7 @@ import pytest
 from golden.runs import fingerprint, make_task, recipe, train
 from helpers.hanging_roles import HANGING, hang_file
 from helpers.on_policy import numbers
+from helpers.times import times_of
 from podium.cluster.workers import Workers
 from podium.errors import WorkerDiedError
 from podium.roles.interfaces import IMPLEMENTATIONS
@@ -211,6 +212,7 @@ def test_learners_that_meet_in_collectives_are_replaced_together(
     thread.join(_PATIENCE_S)
     assert _without_rollout(fingerprint(run, step=STEPS)) == _without_rollout(expected)
     assert [each.part for each in recoveries(run)] == ["learner", "learner"]
+    assert times_of(run)["train"].seconds["waiting for recovery"] > 0
 
 
 @pytest.fixture
@@ -275,6 +277,7 @@ def test_a_generator_is_replaced_while_the_others_generate(
     # When the second dies, the run waits for another, or goes back if it died while it got weights. The generator that
     # hangs, above, is replaced while it generates in any case.
     assert {each.remedy for each in found} & {"respawn", "rewind"}
+    times_of(run)
 
 
 def test_a_generator_that_gets_sigterm_hands_over_its_sequences(

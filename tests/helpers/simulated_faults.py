@@ -13,8 +13,9 @@ from random import Random
 from typing import Any
 
 from helpers.simulated_runs import METHOD_COSTS, METHODS, groups_by_step, method, recipe_of, updates_behind
+from helpers.times import times_of
 from podium.controller.simulation.controlled import SimulatedRun, simulate_run
-from podium.controller.simulation.faults import SimulatedFault, random_faults
+from podium.controller.simulation.faults import SimulatedFault, SimulatedStop, random_faults
 from podium.observe import read_metrics
 from podium.programs.controlled import load_program
 from podium.recipe import OnPolicyRecipe
@@ -166,6 +167,8 @@ class CalmRuns:
             check_groups(run, recipe)
             if case.staleness == 0:
                 assert run.weights == calm.weights
+            if not any(isinstance(each, SimulatedStop) for each in faults):
+                times_of(run.result.folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return run

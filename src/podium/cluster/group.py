@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
-from podium.cluster.deadlines import Deadline
+from podium.cluster.deadlines import Deadline, wall_s
 from podium.cluster.fanout import OverdueError, Pending, gather_answers, sending
 from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import RoleMesh
@@ -237,15 +237,20 @@ class RoleGroup(Generic[RoleT]):
 
     async def _blocks(self, opened: _Opened) -> AsyncIterator[ShardResult[Any]]:
         """Yields the blocks of one rank as they arrive."""
-        waiting = opened.ids
-        while True:
-            reply, rows = await self._next_block(opened)
-            if reply.last:
-                break
-            result: ShardResult[Any] = self._result(reply, opened.rank, rows)
-            if waiting is not None:
-                waiting = self._tick_off(waiting, result)
-            yield result
+        waiting, began_s, has_ended = opened.ids, wall_s(), False
+        try:
+            while True:
+                reply, rows = await self._next_block(opened)
+                if reply.last:
+                    break
+                result: ShardResult[Any] = self._result(reply, opened.rank, rows)
+                if waiting is not None:
+                    waiting = self._tick_off(waiting, result)
+                yield result
+            has_ended = True
+        finally:
+            if not has_ended and (opened.worker_pool.dead or opened.worker_pool.broken):
+                self._started.record_lost(f"{self._role}.{opened.name}", began_s, opened.worker)
         if waiting is not None and len(waiting):
             raise ResultError(
                 f"{opened.worker} ended {self._role}.{opened.name} and these trajectories never came: {waiting}."
@@ -280,8 +285,13 @@ class RoleGroup(Generic[RoleT]):
     async def _gather(
         self, pending: Sequence[Pending], name: str, worker_pool: WorkerPool, *, in_step: bool = True
     ) -> list[Reply]:
-        deadline = Deadline(self._deadline_s if in_step else self._control_s)
-        replies = await gather_answers(pending, f"in {self._role}.{name}", deadline, worker_pool, in_step=in_step)
+        deadline, began_s = Deadline(self._deadline_s if in_step else self._control_s), wall_s()
+        try:
+            replies = await gather_answers(pending, f"in {self._role}.{name}", deadline, worker_pool, in_step=in_step)
+        except (WorkerDiedError, OverdueError):
+            for each in pending if in_step else ():
+                self._started.record_lost(f"{self._role}.{name}", began_s, each.worker)
+            raise
         for each, reply in zip(pending, replies, strict=True):
             self._check_sender(each.worker, reply, name)
         return replies

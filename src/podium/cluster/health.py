@@ -26,6 +26,7 @@ class Died:
 
     worker: WorkerId
     cause: str
+    at_s: float  # when it was noticed, since 1970
 
     def __str__(self) -> str:
         return f"{self.worker} died: {self.cause}"

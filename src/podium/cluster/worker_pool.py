@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from podium.cluster.deadlines import Deadline
+from podium.cluster.deadlines import Deadline, wall_s
 from podium.cluster.fanout import Pending, awaited, gather_answers
 from podium.cluster.hangs import Hang, stuck_workers
 from podium.cluster.health import Died, Leaving, WhereReport, WorkerHealth, worker_health
@@ -52,10 +52,12 @@ class WorkerPool:
         tell: Callable[[str], object] = lambda what: None,
         on_hang: Callable[[Hang], Awaitable[None]] | None = None,
         on_leaving: Callable[[Leaving], object] = lambda leaving: None,
+        on_gone: Callable[[WorkerId], object] = lambda worker: None,
     ) -> None:
         """`on_hang` is awaited before workers that hang are ended; `on_leaving` is told of workers that will be gone
-        soon."""
+        soon, `on_gone` of those that are dead or ended."""
         self.pool, self.broken, self._tell, self._on_hang, self._on_leaving = pool, "", tell, on_hang, on_leaving
+        self._on_gone = on_gone
         self._layout, self._transport, self._timeouts = layout, transport, timeouts
         self._placing, self.recovering = placing, asyncio.Lock()
         self._places = Places(pool, transport)
@@ -381,7 +383,8 @@ class WorkerPool:
     def mark_dead(self, member: Member, cause: str) -> None:
         """Records a death once, and kills the process: a worker that only lost its connection must not continue."""
         if member.died is None and self._members.get(member.slot) is member:
-            member.died = Died(worker=member.worker, cause=cause)
+            member.died = Died(worker=member.worker, cause=cause, at_s=wall_s())
+            self._on_gone(member.worker)
             self.breaks(f"{member.worker} died ({cause})")
             log.warning("%s", member.died)
             with contextlib.suppress(GoneError):
@@ -393,6 +396,8 @@ class WorkerPool:
         member = self._members.pop(slot, None)
         if member is None:
             return
+        if member.died is None:
+            self._on_gone(member.worker)
         if member.watcher is not None:
             member.watcher.cancel()
         with contextlib.suppress(GoneError):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, assert_never
 from podium.cluster.attaching import attach
 from podium.cluster.blocking import in_thread
 from podium.cluster.channels import Channels
-from podium.cluster.deadlines import Deadline
+from podium.cluster.deadlines import Deadline, wall_s
 from podium.cluster.fanout import OverdueError
 from podium.cluster.group import RoleGroup
 from podium.cluster.hangs import Hang
@@ -28,6 +28,7 @@ from podium.cluster.results import Span
 from podium.cluster.transport import Transport
 from podium.cluster.worker_pool import RESTORING, WorkerPool
 from podium.errors import AttachError, ClusterError, DeadlineError, PlacementError, StartTimeoutError, WorkerDiedError
+from podium.observe.timing import DIED, LOST, NESTED
 
 RoleT = TypeVar("RoleT")
 Tell = Callable[[str], object]
@@ -55,7 +56,15 @@ class Workers:
         self._placing, self._timeouts = asyncio.Lock(), timeouts
         self._worker_pools = {
             pool.name: WorkerPool(
-                layout, pool, transport, timeouts, self._placing, tell, self._note_hang, self._note_leaving
+                layout,
+                pool,
+                transport,
+                timeouts,
+                self._placing,
+                tell,
+                self._note_hang,
+                self._note_leaving,
+                self._note_gone,
             )
             for pool in layout.pools
         }
@@ -157,6 +166,9 @@ class Workers:
 
     def _note_leaving(self, leaving: Leaving) -> None:
         self._leaving_listener(leaving)
+
+    def _note_gone(self, worker: WorkerId) -> None:
+        self._spans.append(Span(DIED, wall_s(), wall_s(), worker))
 
     def vacate(self, pool: str, slots: Sequence[int], *, frees_places: bool = False) -> None:
         """Ends the workers of these slots and goes on without them: calls to all workers and links leave them out, and
@@ -284,6 +296,12 @@ class Workers:
     def record(self, spans: Sequence[Span]) -> None:
         """Keeps spans that came with a reply."""
         self._spans.extend(spans)
+
+    def record_lost(self, call: str, began_s: float, worker: WorkerId) -> None:
+        """Keeps the span of a call that did not return: until the worker died, or until now."""
+        died = next((each.died for each in self.worker_pool(worker.pool).members if each.worker == worker), None)
+        ended_s = wall_s() if died is None else died.at_s
+        self._spans.append(Span(f"{call}{NESTED}{LOST}", began_s, max(began_s, ended_s), worker))
 
     def take_spans(self) -> tuple[Span, ...]:
         """Spans of all workers that came with replies since the last call, the newest hundred thousand of them."""

@@ -10,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from podium.cluster.deadlines import now_s
 from podium.cluster.health import Leaving
+from podium.cluster.identity import WorkerId
 from podium.controller.devices import Devices
 from podium.controller.layout import ROLLOUT, TRAIN
 from podium.controller.parts import OnPolicyParts
 from podium.controller.recovery import Abort, Death, GiveUp, Rebuild, Respawn, Retry, Rewind
 from podium.controller.state import RunState
 from podium.errors import ClusterError, PlacementError, WorkerDiedError
+from podium.observe.timing import JOINED, VACATED
 from podium.recipe import OnPolicyRecipe
 from podium.roles.handles import LoseGenerator
 from podium.runs.events import append_membership, append_recovery
@@ -54,6 +56,7 @@ News = GeneratorsReady | GeneratorLeaves | Exception
 class _Vacancy:
     """A slot whose generator died."""
 
+    worker: WorkerId | None  # None: its timeline knows already that there is no room for a successor
     cause: str
     since_s: float
 
@@ -164,7 +167,7 @@ class Membership:
 
     def lose(self, rank: int, error: WorkerDiedError) -> None:
         """The run goes on without a generator that died. Raises the error if too many died."""
-        cause = str(error).splitlines()[0]
+        cause, worker = str(error).splitlines()[0], self._parts.workers.registry.worker(ROLLOUT, rank)
         has_left = self._leaving.pop(rank, None)
         if has_left is None:
             death = Death(part="generator", cause=cause, slots=(rank,), others_go_on=True)
@@ -178,12 +181,12 @@ class Membership:
                     raise AssertionError(f"{remedy} is no answer to the death of a generator while others go on")
                 case other:
                     assert_never(other)
-            self._vacancies[rank] = _Vacancy(cause=cause, since_s=now_s())
+            self._vacancies[rank] = _Vacancy(worker=worker, cause=cause, since_s=now_s())
         else:
             self._parts.log.console.warning(f"{cause} Its grace period was too short: its episodes are run again.")
         self._vacate(rank, frees_place=has_left is not None)
         if has_left is not None:
-            self._note_left(rank, has_left)
+            self._note_left(rank, worker, has_left)
         self._changed.set()
 
     def lose_one_of_several(self, rank: int, error: WorkerDiedError) -> None:
@@ -195,9 +198,9 @@ class Membership:
 
     def leave(self, rank: int) -> None:
         """Ends a generator that leaves and runs nothing any more."""
-        cause = self._leaving.pop(rank)
+        cause, worker = self._leaving.pop(rank), self._parts.workers.registry.worker(ROLLOUT, rank)
         self._vacate(rank, frees_place=True)
-        self._note_left(rank, cause)
+        self._note_left(rank, worker, cause)
         self._changed.set()
 
     def _vacate(self, rank: int, *, frees_place: bool) -> None:
@@ -213,6 +216,7 @@ class Membership:
                 self._note_recovery(vacancy, "respawn")
                 self._parts.log.console.note(f"the generator is back after {now_s() - vacancy.since_s:.1f} s")
             else:
+                self._parts.watch.mark(f"{JOINED}{worker}")
                 self._note_change("joined", str(worker), f"there is room on {worker.node}")
         if new:
             self._is_short = False
@@ -244,8 +248,10 @@ class Membership:
             if slots:
                 self._arrived.set()
                 self._tell(GeneratorsReady())
-            elif self._vacancies and not self._is_short:
-                self._note_shortage()
+            elif self._vacancies:
+                self._mark_vacancies()
+                if not self._is_short:
+                    self._note_shortage()
             is_alone = self.is_missing and not pool.ready
             try:
                 async with asyncio.timeout(_START_S if is_alone else None):
@@ -301,8 +307,17 @@ class Membership:
         self._arrived.set()
         self._tell(error)
 
-    def _note_left(self, rank: int, cause: str) -> None:
+    def _note_left(self, rank: int, worker: WorkerId | None, cause: str) -> None:
+        if worker is not None:
+            self._parts.watch.mark(f"{VACATED}{worker}")
         self._note_change("left", f"{ROLLOUT}[{rank}]", cause)
+
+    def _mark_vacancies(self) -> None:
+        """Those who died have no successor soon: from now on nobody has the time of their slots."""
+        for rank, vacancy in self._vacancies.items():
+            if vacancy.worker is not None:
+                self._parts.watch.mark(f"{VACATED}{vacancy.worker}")
+                self._vacancies[rank] = replace(vacancy, worker=None)
 
     def _note_shortage(self) -> None:
         self._is_short = True

@@ -18,7 +18,7 @@ from typing import Any
 
 from podium.disk import disk_fault
 from podium.observe.line_files import DiskReports, LineFile
-from podium.observe.timing import LENT, NESTED, PUBLISHED, RECALLED, Stopwatch
+from podium.observe.timing import JOINED, LENT, NESTED, PUBLISHED, RECALLED, VACATED, Stopwatch
 
 # Bytes of one file. A full one becomes the earlier one, and the earlier one before it is lost.
 _MOST_BYTES = 32 << 20
@@ -100,6 +100,14 @@ class TimelineWorker:
         if (rank := _RANK.fullmatch(name)) is not None:
             return cls("ranks", int(rank[1]), 0)
         return cls(name, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotChange:
+    """A worker has come to a vacant slot, or has left its slot vacant."""
+
+    worker: str
+    has_joined: bool  # else it has left
 
 
 def rank_name(rank: int) -> str:
@@ -284,8 +292,17 @@ def engine_steps(spans: Iterable[TimelineSpan]) -> Iterator[EngineSteps]:
 
 
 def is_mark(span: TimelineSpan) -> bool:
-    """Whether a span marks a moment: weights were published, devices lent or recalled."""
-    return span.name in (LENT, RECALLED) or published_version(span) is not None
+    """Whether a span marks a moment: weights were published, devices lent or recalled, or a slot has got a worker or
+    lost it."""
+    return span.name in (LENT, RECALLED) or published_version(span) is not None or slot_change(span) is not None
+
+
+def slot_change(span: TimelineSpan) -> SlotChange | None:
+    """The worker that a span marks as one that joined or left a vacant slot; None: it is another span."""
+    for prefix in (JOINED, VACATED):
+        if span.name.startswith(prefix):
+            return SlotChange(worker=span.name.removeprefix(prefix), has_joined=prefix == JOINED)
+    return None
 
 
 def published_version(span: TimelineSpan) -> int | None:

@@ -18,6 +18,12 @@ PUBLISHED = "published version "
 """With its number, a mark: a span without length, at the moment from which generators can have these weights."""
 LENT, RECALLED = "devices lent", "devices recalled"
 """Marks: the learner's devices generate from now on; they learn again."""
+JOINED, VACATED = "joined: ", "vacated: "
+"""Marks, with the name of a worker: it has come to a vacant slot; it is gone, and has left its slot vacant."""
+DIED = "died"
+"""A span of a worker, without length: it is dead, or was ended."""
+LOST = "lost"
+"""The inner span of a call that never returned, because a worker died."""
 # Spans that nobody takes; the oldest are lost first.
 _MOST_SPANS = 100_000
 # The time of day when the monotonic clock was 0.

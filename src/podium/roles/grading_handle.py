@@ -159,7 +159,11 @@ class GraderHandle:
         async def grade() -> GradeNote:
             worker, began_s = self._group.workers[rank], wall_s()
             group = self._group.within(self._deadline_of(rank))
-            note: GradeNote = (await group.control_one(rank, Grader.grade, shard, purpose)).value
+            try:
+                note: GradeNote = (await group.control_one(rank, Grader.grade, shard, purpose)).value
+            except (WorkerDiedError, DeadlineError):
+                self._workers.record_lost("grader.grade", began_s, worker)
+                raise
             # Replies of control calls have no spans, and a grader at work is not idle.
             values = {EPISODES: float(len(shard.rows))}
             self._workers.record([Span("grader.grade", began_s, wall_s(), worker, values)])

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accounts the time of every worker to exactly one cause of observe/causes.py. Pure and torch-free.
 
-A worker's time begins with the start of its run, or with its first span if it came later, and ends with the run, or
-with its last span if it was replaced. Each moment belongs to the span that began last. What a worker waits for in a
-moment without one, or inside a call, follows from what the controller and the other workers do then."""
+The time of a slot begins with the start of its run, or with its first worker if that joined later, and ends with the
+run. Where workers replace each other in it, all of it belongs to one of them: from the death of one until the first
+span of its successor it waits for recovery. Only the time in which a slot was vacant is nobody's. Each moment belongs
+to the span that began last. What a worker waits for in a moment without one, or inside a call, follows from what the
+controller and the other workers do then."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from podium.observe.causes import FOR_RANKS, Cause, is_idle
 from podium.observe.timeline import CONTROLLER, TimelineSpan, TimelineWorker, is_mark, rank_name
 from podium.observe.timing import LAUNCH, NESTED
-from podium.runs.waits import Moment, computing_cause, duties_of, moments, phase_cause, waiting_cause, waits
+from podium.runs.waits import Duties, Moment, computing_cause, duties_of, moments, phase_cause, waiting_cause, waits
+from podium.runs.worker_lives import SlotChanges, Spell, lives, spells
 
 # The processes whose launch is that of the run.
 _FIRST = (CONTROLLER, rank_name(0))
@@ -69,7 +72,8 @@ class WorkerTime:
 
 
 def worker_times(spans: Sequence[TimelineSpan]) -> list[WorkerTime]:
-    """The time of every worker by cause, over all launches of the run: between two of them nobody had time."""
+    """The time of every worker by cause, over all launches of the run: between two of them nobody had time. A worker
+    that died has time until its successor begins."""
     times = []
     for worker, parts in caused_segments(spans).items():
         seconds: dict[Cause, float] = {}
@@ -81,7 +85,7 @@ def worker_times(spans: Sequence[TimelineSpan]) -> list[WorkerTime]:
 
 def caused_segments(spans: Sequence[TimelineSpan]) -> dict[str, list[CausedSegment]]:
     """What every worker did, and what it waited for: segments in the order of time, without gaps but between two
-    launches of the run."""
+    launches of the run. Those of a worker and its successors are those of their slot."""
     found: dict[str, list[CausedSegment]] = {}
     for launch in _launches(spans) if spans else ():
         for segment in _segments_of(launch):
@@ -164,35 +168,56 @@ def _segments_of(launch: _Launch) -> Iterator[CausedSegment]:
         if span.name != LAUNCH and not is_mark(span):
             by_worker.setdefault(span.worker, []).append(span)
     _add_rank_waits(by_worker)
-    last = last_incarnations(by_worker)
-    lives: dict[str, list[Segment]] = {}
-    times_s: dict[str, float] = {}  # of each worker, from its begin to its end
-    for worker, mine in by_worker.items():
-        begin = launch.begin_s if TimelineWorker.of(worker).incarnation == 0 else min(span.begin_s for span in mine)
-        end = launch.end_s if worker in last else min(launch.end_s, max(span.end_s for span in mine))
-        lives[worker], times_s[worker] = list(segments(mine, begin, end)), max(0.0, end - begin)
-    controlling = lives.get(CONTROLLER, [])
+    spells_of_slots = list(spells(by_worker, SlotChanges.of(launch.spans), launch.begin_s, launch.end_s))
+    of_workers = {life.worker: life for spell in spells_of_slots for life in lives(spell, by_worker)}
+    done = {
+        each.worker: list(segments(by_worker[each.worker], each.begin_s, each.gone_s)) for each in of_workers.values()
+    }
     duties = {worker: duties_of(worker, (span.name for span in mine)) for worker, mine in by_worker.items()}
-    others = {worker: (duties[worker], life) for worker, life in lives.items() if worker != CONTROLLER}
-    all_moments = list(moments([(each.begin_s, each.end_s, each.name) for each in controlling], others))
+    others = {worker: (duties[worker], done[worker]) for worker in by_worker if worker != CONTROLLER}
+    controlling = [(each.begin_s, each.end_s, each.name) for each in done.get(CONTROLLER, ())]
+    all_moments = list(moments(controlling, others))
     phases = _phases(all_moments)
-    for worker, life in lives.items():
-        duty, total_s, cuts, coarse = duties[worker], 0.0, _Cuts(all_moments), _Cuts(phases)
-        for segment in life:
-            is_wait = waits(segment.name)
-            for moment in (cuts if is_wait else coarse).of(segment):
-                if worker == CONTROLLER:
-                    cause = phase_cause(segment.name, moment.meanwhile)
-                elif segment.name is None or is_wait:
-                    cause = waiting_cause(duty, segment.name, moment.meanwhile)
-                else:
-                    cause = computing_cause(duty, segment.name, moment.meanwhile)
-                yield CausedSegment(
-                    worker=worker, begin_s=moment.begin_s, end_s=moment.end_s, cause=cause, name=segment.name
+    accounted_s: dict[str, float] = {}
+    for worker in by_worker:
+        found = list(_caused(worker, duties[worker], done[worker], _Cuts(all_moments), _Cuts(phases)))
+        life = of_workers[worker]
+        if life.end_s > life.gone_s:
+            found.append(
+                CausedSegment(
+                    worker=worker, begin_s=life.gone_s, end_s=life.end_s, cause="waiting for recovery", name=None
                 )
-                total_s += moment.end_s - moment.begin_s
-        whole_s = times_s[worker]
-        assert abs(total_s - whole_s) <= _ROUNDING * whole_s + 1e-3, f"{worker}: causes of {total_s} s in {whole_s} s"
+            )
+        accounted_s[worker] = sum(each.end_s - each.begin_s for each in found)
+        yield from found
+    for spell in spells_of_slots:
+        _check(spell, accounted_s)
+
+
+def _caused(
+    worker: str, duties: Duties, done: Sequence[Segment], cuts: _Cuts, coarse: _Cuts
+) -> Iterator[CausedSegment]:
+    """The causes of what a worker did. `coarse`: cuts where only the phase of the controller changes."""
+    for segment in done:
+        is_wait = waits(segment.name)
+        for moment in (cuts if is_wait else coarse).of(segment):
+            if worker == CONTROLLER:
+                cause = phase_cause(segment.name, moment.meanwhile)
+            elif segment.name is None or is_wait:
+                cause = waiting_cause(duties, segment.name, moment.meanwhile)
+            else:
+                cause = computing_cause(duties, segment.name, moment.meanwhile)
+            yield CausedSegment(
+                worker=worker, begin_s=moment.begin_s, end_s=moment.end_s, cause=cause, name=segment.name
+            )
+
+
+def _check(spell: Spell, accounted_s: Mapping[str, float]) -> None:
+    """The causes of all workers of a slot add up to its time, however it was cut into theirs."""
+    total_s, whole_s = sum(accounted_s[worker] for worker in spell.workers), spell.seconds
+    assert abs(total_s - whole_s) <= _ROUNDING * whole_s + 1e-3, (
+        f"{' and '.join(spell.workers)}: causes of {total_s} s in {whole_s} s"
+    )
 
 
 def _add_rank_waits(by_worker: dict[str, list[TimelineSpan]]) -> None:
@@ -263,16 +288,6 @@ class _Cuts:
                 yield Moment(begin, end, found[at].meanwhile)
                 at += 1
             begin = end
-
-
-def last_incarnations(workers: Iterable[str]) -> set[str]:
-    """Workers that nobody has replaced."""
-    newest: dict[tuple[str, int], tuple[int, str]] = {}
-    for worker in workers:
-        name = TimelineWorker.of(worker)
-        slot = name.kind, name.slot
-        newest[slot] = max(newest.get(slot, (-1, "")), (name.incarnation, worker))
-    return {worker for _, worker in newest.values()}
 
 
 def time_lines(times: Sequence[WorkerTime], *, most_causes: int = 5) -> list[str]:

@@ -7,13 +7,14 @@ The result is that of `caused_segments` over all spans."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from podium.observe.timeline import CONTROLLER, TimelineSpan, TimelineWorker, is_mark
+from podium.observe.timeline import CONTROLLER, TimelineSpan, TimelineWorker, is_mark, slot_change
 from podium.observe.timing import LAUNCH
-from podium.runs.accounting import STEP_OF_RANK, CausedSegment, caused_segments, last_incarnations, last_launch
+from podium.runs.accounting import STEP_OF_RANK, CausedSegment, caused_segments, last_launch
 from podium.runs.waits import duties_of
+from podium.runs.worker_lives import SlotChanges, last_incarnations
 
 # Spans that are kept, and how many of them remain when there are more.
 _MOST_SPANS, _KEPT_SPANS = 40_000, 20_000
@@ -41,30 +42,40 @@ class GrowingAccounts:
         self._last: dict[tuple[str, str], TimelineSpan] = {}
         self._first: dict[str, TimelineSpan] = {}  # by worker
         self._remember(self._spans)
-        self._workers = {worker for worker, role in self._last if role != LAUNCH}
-        self._unreplaced = last_incarnations(self._workers)
+        workers = {worker for worker, role in self._last if role != LAUNCH}
+        self._slot_changes = [span for span in self._spans if slot_change(span) is not None]
+        changes = SlotChanges.of(self._slot_changes)
+        self._staying = last_incarnations(workers) - changes.vacated_s.keys()
+        self._joined = changes.joined
 
     def add(self, spans: Sequence[TimelineSpan]) -> AccountChange | None:
         """What new spans change. None: all must be accounted again. The run was launched again; or a worker was not
-        there before, and its time may begin with that of the run; or a worker has a role that it did not have."""
-        if any(span.name == LAUNCH or span.worker not in self._workers for span in spans) or self._has_new_duty(spans):
+        there before, joined or left, or something comes late of one that is gone, and times of others may begin or end
+        otherwise; or a worker has a role that it did not have."""
+        if any(map(self._changes_lives, spans)) or self._has_new_duty(spans):
             return None
-        since_s = min([self._settled_s(), *(span.begin_s for span in spans), *self._ends_of_replaced(spans)])
+        since_s = min([self._settled_s(), *(span.begin_s for span in spans)])
         self._spans += spans
         since_s = min([since_s, *(span.begin_s for span in self._spans if span.end_s > since_s and _is_step(span))])
         is_exact = since_s >= self._dropped_s
         since_s = max(since_s, self._dropped_s)
         self._remember(spans)
         window = [span for span in self._spans if span.end_s > since_s]
-        window += {
-            id(span): span for span in (*self._first.values(), *self._last.values()) if span.end_s <= since_s
-        }.values()
+        kept = (*self._first.values(), *self._last.values(), *self._slot_changes)
+        window += {id(span): span for span in kept if span.end_s <= since_s}.values()
         segments = {
             worker: [replace(each, begin_s=max(each.begin_s, since_s)) for each in parts if each.end_s > since_s]
             for worker, parts in caused_segments(window).items()
         }
         self._forget()
         return AccountChange(since_s=since_s, segments=segments, is_exact=is_exact)
+
+    def _changes_lives(self, span: TimelineSpan) -> bool:
+        """Whether the time of some worker begins or ends otherwise with this span."""
+        if span.name == LAUNCH or span.worker not in self._staying or slot_change(span) is not None:
+            return True
+        came_later = TimelineWorker.of(span.worker).incarnation > 0 or span.worker in self._joined
+        return came_later and span.begin_s < self._first[span.worker].begin_s
 
     def _has_new_duty(self, spans: Sequence[TimelineSpan]) -> bool:
         """Whether a worker is there for something that its spans did not show before."""
@@ -74,12 +85,6 @@ class GrowingAccounts:
             if duties_of(worker, known) != duties_of(worker, known + new):
                 return True
         return False
-
-    def _ends_of_replaced(self, spans: Sequence[TimelineSpan]) -> Iterator[float]:
-        """Until when those workers of new spans were accounted whose time ends with their last span."""
-        replaced = {span.worker for span in spans} - self._unreplaced
-        for worker in replaced:
-            yield max(span.end_s for (each, _), span in self._last.items() if each == worker)
 
     def _settled_s(self) -> float:
         """Until when it is known what the controller does. Without one, until the end of all spans."""

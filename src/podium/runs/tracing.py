@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from podium.errors import RunFolderError
 from podium.observe import read_metrics
-from podium.observe.timeline import TimelineSpan, TimelineWorker, is_mark, published_version, read_timeline
+from podium.observe.timeline import TimelineSpan, TimelineWorker, is_mark, published_version, read_timeline, slot_change
 from podium.observe.timing import NESTED
 from podium.runs.events import membership_changes, recoveries
 from podium.runs.folder import RunFolder, is_pipeline_folder
@@ -175,6 +175,8 @@ def _marks(spans: Sequence[TimelineSpan], prefix: str, tracks: _Tracks, begin_s:
     """The moments at which versions of the weights were published, and devices lent or recalled."""
     place = tracks.place(prefix + _RUN, "events")
     for span in filter(is_mark, spans):
+        if slot_change(span) is not None:  # the events of the run say more
+            continue
         version = published_version(span)
         yield {
             "ph": "i", "s": "g", "name": span.name, "cat": "lending" if version is None else "publish", **place,

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from podium.observe.timeline import TimelineSpan, is_mark, published_version
-from podium.observe.timing import LENT
+from podium.observe.timeline import TimelineSpan, published_version
+from podium.observe.timing import LENT, RECALLED
 from podium.runs.events import EVENTS_FILE
 from podium.ui.summaries import event_marks
 
@@ -31,12 +31,13 @@ class SpanMark:
 
 
 def span_marks(spans: Iterable[TimelineSpan]) -> list[SpanMark]:
-    """The marks among spans, in the order of time."""
+    """The marks among spans, in the order of time, but for those of slots: the events of the run say more."""
     found = []
-    for span in filter(is_mark, spans):
-        version = published_version(span)
-        kind = "publish" if version is not None else "lent" if span.name == LENT else "recalled"
-        found.append(SpanMark(span.begin_s, kind, -1 if version is None else version))
+    for span in spans:
+        if (version := published_version(span)) is not None:
+            found.append(SpanMark(span.begin_s, "publish", version))
+        elif span.name in (LENT, RECALLED):
+            found.append(SpanMark(span.begin_s, "lent" if span.name == LENT else "recalled"))
     return sorted(found)
 
 

@@ -73,7 +73,7 @@ def test_a_clock_that_seems_to_go_back_makes_no_negative_silence():
 
 
 def test_a_dead_worker_says_what_it_died_of():
-    died = Died(worker=worker(1), cause="process 7 is gone")
+    died = Died(worker=worker(1), cause="process 7 is gone", at_s=0.0)
     health = worker_health(worker(1), beat("x", 1.0), heard_s=100.0, died=died, now_s=101.0)
     assert str(health) == str(died) == "gen[1]@node-a/cpu#0 died: process 7 is gone"
 

@@ -74,10 +74,14 @@ class FakeGraders:
         self.warnings: list[str] = []
         self.notes: list[str] = []
         self.spans: list[Span] = []
+        self.lost: list[tuple[str, int]] = []
         self._answer = answer
 
     def record(self, spans: Sequence[Span]) -> None:
         self.spans += spans
+
+    def record_lost(self, call: str, began_s: float, worker: WorkerId) -> None:
+        self.lost.append((call, worker.index))
 
     def requires(self, *methods: Any) -> None: ...
 
@@ -153,6 +157,7 @@ def test_a_grader_that_dies_is_replaced_and_its_share_tried_once_more() -> None:
 
     assert sorted(calls) == [0, 1, 1]
     assert (fake.ended, fake.recovered) == ([1], ["graders"])
+    assert fake.lost == [("grader.grade", 1)]
     assert found.values_NR[:, 0].tolist() == [3, 3, 5, 5, 6, 6, 8, 8]
 
 

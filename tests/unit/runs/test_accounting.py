@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.observe.causes import CAUSES, Cause, is_idle
-from podium.observe.timeline import TimelineSpan
-from podium.observe.timing import LAUNCH
+from podium.observe.timeline import TimelineSpan, TimelineWorker
+from podium.observe.timing import JOINED, LAUNCH, VACATED
 from podium.runs import accounting
 from podium.runs.accounting import WorkerTime, caused_segments, idle_segments, segments, time_lines, worker_times
 
@@ -206,12 +207,65 @@ def test_between_two_launches_nobody_has_time() -> None:
     assert found == {"rank 0": {"unknown": 3.0, "update": 5.0}}
 
 
-def test_a_worker_that_was_replaced_has_time_until_its_last_span_and_its_successor_from_its_first() -> None:
-    successor = "rollout[0]@here/cpu#1"
-    spans = timeline(controller=[("wait", 0, 20)], rollout=[("generator.stream", 1, 5)])
-    found = by_worker([*spans, TimelineSpan(successor, "generator.stream", 9.0, 12.0)])
-    assert found[ROLLOUT] == {"waiting for the controller": 1.0, "generation": 4.0}
-    assert found[successor] == {"generation": 3.0, "waiting for the controller": 8.0}
+SUCCESSOR, THIRD = "rollout[0]@here/cpu#1", "rollout[0]@there/cpu#2"
+
+
+def test_a_slot_whose_worker_died_waits_for_recovery_from_its_last_span_until_the_first_of_its_successor() -> None:
+    """From 5 until 9, whatever the controller does then. The slot has the whole 20 seconds of the run."""
+    spans = timeline(
+        controller=[("wait", 0, 6), ("recovery", 6, 8), ("wait", 8, 20)], rollout=[("generator.stream", 1, 5)]
+    )
+    found = by_worker([*spans, TimelineSpan(SUCCESSOR, "generator.stream", 9.0, 12.0)])
+    assert found[ROLLOUT] == {"waiting for the controller": 1.0, "generation": 4.0, "waiting for recovery": 4.0}
+    assert found[SUCCESSOR] == {"generation": 3.0, "waiting for the controller": 8.0}
+    assert sum(found[ROLLOUT].values()) + sum(found[SUCCESSOR].values()) == 20.0
+
+
+def test_a_worker_that_is_being_replaced_is_not_seen_by_the_others() -> None:
+    """A generator without sequences makes the rest a tail; one that is dead does not."""
+    spans = timeline(controller=[("wait", 0, 10)], train=[("policy.facts", 0, 1)], other=[("generator.stream", 0, 10)])
+    spans += [
+        TimelineSpan(ROLLOUT, "generator.stream", 0.0, 5.0),
+        TimelineSpan(SUCCESSOR, "generator.stream", 8.0, 10.0),
+    ]
+    assert by_worker(spans)[TRAIN] == {"control": 1.0, "waiting for the other role": 9.0}
+
+
+def test_two_deaths_in_a_row_and_one_before_the_first_span() -> None:
+    """The worker with number 0 of the grader died before it did anything: its slot has time from the launch on."""
+    second_grader = "graders[0]@here/cpu#1"
+    spans = timeline(controller=[("rollout", 0, 20)], rollout=[("generator.stream", 0, 4)])
+    spans += [TimelineSpan(SUCCESSOR, "build generator", 5.0, 6.0), TimelineSpan(THIRD, "generator.stream", 9.0, 20.0)]
+    spans += [TimelineSpan(second_grader, "grader.grade", 10.0, 20.0)]
+    found = by_worker(spans)
+    assert found[ROLLOUT] == {"generation": 4.0, "waiting for recovery": 1.0}
+    assert found[SUCCESSOR] == {"start-up": 1.0, "waiting for recovery": 3.0}
+    assert found[THIRD] == {"generation": 11.0}
+    assert found[second_grader] == {"waiting for the other role": 10.0, "grading": 10.0}
+
+
+def test_a_slot_has_time_until_its_generator_has_left_and_from_the_first_span_of_one_that_joins() -> None:
+    """It is vacant from 8 until 14, and a slot that was vacant at the start until 3."""
+    spans = timeline(
+        controller=[("wait", 0, 20), (f"{VACATED}{ROLLOUT}", 8, 8), (f"{JOINED}{SUCCESSOR}", 15, 15),
+                    (f"{JOINED}{OTHER}", 5, 5)],
+        rollout=[("generator.stream", 0, 7)],
+        other=[("build generator", 3, 4), ("generator.stream", 6, 20)],
+    )  # fmt: skip
+    spans += [
+        TimelineSpan(SUCCESSOR, "build generator", 14.0, 15.0),
+        TimelineSpan(SUCCESSOR, "generator.stream", 15, 20),
+    ]
+    found = by_worker(spans)
+    assert found[ROLLOUT] == {"generation": 7.0, TAIL: 1.0}
+    assert found[SUCCESSOR] == {"start-up": 1.0, "generation": 5.0}
+    assert sum(found[OTHER].values()) == 17.0
+
+
+def test_a_slot_that_stays_vacant_has_time_until_then() -> None:
+    controller = [("wait", 0.0, 20.0), (f"{VACATED}{ROLLOUT}", 8.0, 8.0)]
+    found = by_worker(timeline(controller=controller, rollout=[("generator.stream", 0, 8)]))
+    assert found == {"controller": {"generation": 20.0}, ROLLOUT: {"generation": 8.0}}
 
 
 def test_of_calls_at_the_same_time_the_one_that_began_last_counts() -> None:
@@ -253,25 +307,51 @@ NAMES = st.sampled_from(
      "policy.save", "grader.grade", "rewards", "a", "start-up", "wait", "wait > waiting for grading", "rollout",
      "evaluation", "update", "recovery")
 )  # fmt: skip
-WORKERS = st.sampled_from(("controller", TRAIN, ROLLOUT, "rollout[0]@here/cpu#1", GRADER, RUNNER))
+SLOT = (ROLLOUT, SUCCESSOR, THIRD)
+WORKERS = st.sampled_from(("controller", TRAIN, *SLOT, GRADER, RUNNER))
 
 
 @given(st.lists(st.tuples(WORKERS, NAMES, st.integers(0, 40), st.integers(0, 15)), min_size=1))
-def test_causes_add_up_to_the_time_of_a_worker(drawn: list[tuple[str, str, int, int]]) -> None:
+def test_causes_add_up_to_the_time_of_a_slot(drawn: list[tuple[str, str, int, int]]) -> None:
+    """Of all its workers together: from the launch to the last span of the run, without gaps and overlaps."""
     spans = [TimelineSpan(worker, name, float(begin), float(begin + length)) for worker, name, begin, length in drawn]
     begin, end = min(span.begin_s for span in spans), max(span.end_s for span in spans)
     launched = [TimelineSpan("controller", "launch", begin, begin), *spans]
+    slots: dict[tuple[str, int], float] = {}
     for each in worker_times(launched):
-        mine = [span for span in spans if span.worker == each.worker]
-        is_replaced = each.worker == ROLLOUT and any("#1" in span.worker for span in spans)
-        first = min(span.begin_s for span in mine) if "#1" in each.worker else begin
-        last = max(span.end_s for span in mine) if is_replaced else end
-        assert sum(each.seconds.values()) == pytest.approx(last - first)
+        name = TimelineWorker.of(each.worker)
+        slots[name.kind, name.slot] = slots.get((name.kind, name.slot), 0.0) + each.total_s
         assert all(spent >= 0 for spent in each.seconds.values())
         assert each.seconds.keys() <= CAUSES.keys()
-    for parts in caused_segments(launched).values():  # in order, without gaps and overlaps
+    assert all(spent == pytest.approx(end - begin) for spent in slots.values())
+    found = caused_segments(launched)
+    for parts in ([part for worker in SLOT for part in found.get(worker, ())], *found.values()):
         assert all(before.end_s == after.begin_s for before, after in pairwise(parts))
         assert all(part.begin_s < part.end_s for part in parts)
+
+
+MOMENTS = st.integers(0, 40)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(SLOT), MOMENTS, st.integers(0, 15)), min_size=1),
+    st.dictionaries(st.sampled_from(SLOT), MOMENTS),
+    st.dictionaries(st.sampled_from(SLOT), MOMENTS),
+)
+def test_no_second_of_a_slot_counts_twice_whoever_leaves_and_joins(
+    drawn: list[tuple[str, int, int]], left: dict[str, int], joined: dict[str, int]
+) -> None:
+    spans = [TimelineSpan("controller", "launch", 0.0, 0.0), TimelineSpan("controller", "wait", 0.0, 60.0)]
+    spans += [TimelineSpan(worker, "generator.stream", at, at + length) for worker, at, length in drawn]
+    marks = [(f"{VACATED}{worker}", at) for worker, at in left.items()]
+    marks += [(f"{JOINED}{worker}", at) for worker, at in joined.items()]
+    spans += [TimelineSpan("controller", name, float(at), float(at)) for name, at in marks]
+    found = caused_segments(spans)
+    parts = [part for worker in SLOT for part in found.get(worker, ())]
+    assert all(before.end_s <= after.begin_s for before, after in pairwise(parts))
+    assert all(0.0 <= part.begin_s < part.end_s <= 60.0 for part in parts)
+    vacancies = sum(after.begin_s > before.end_s for before, after in pairwise(parts))
+    assert vacancies <= len(left)
 
 
 def test_ranks_may_start_in_any_order() -> None:
@@ -301,4 +381,17 @@ def test_time_that_the_accounting_loses_is_an_error(monkeypatch: pytest.MonkeyPa
     whole = accounting.segments
     monkeypatch.setattr(accounting, "segments", lambda *args: list(whole(*args))[:-1])
     with pytest.raises(AssertionError, match=r"rank 0: causes of 6.0 s in 10.0 s"):
+        caused_segments(spans)
+
+
+def test_time_between_a_death_and_its_successor_that_the_accounting_loses_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The whole is that of the slot, and not of the times of its workers: here they are as they were once, until the
+    last span of one and from the first of the other."""
+    spans = timeline(controller=[("wait", 0, 10)], rollout=[("generator.stream", 0, 3)])
+    spans += [TimelineSpan(SUCCESSOR, "generator.stream", 7.0, 10.0)]
+    whole = accounting.lives
+    monkeypatch.setattr(accounting, "lives", lambda *args: (replace(life, end_s=life.gone_s) for life in whole(*args)))
+    with pytest.raises(AssertionError, match=r"rollout\[0\]@here/cpu#0 and .*#1: causes of 6.0 s in 10.0 s"):
         caused_segments(spans)

@@ -13,9 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.simulated_faults import Case, run_with
 from helpers.simulated_runs import simulated, simulated_recipe
+from podium.cluster.simulated_faults import SimulatedDeath, SimulatedDrain
 from podium.observe.timeline import TimelineSpan, earlier_file, read_timeline, timeline_file
 from podium.observe.timeline_growth import TimelineGrowth
+from podium.observe.timing import JOINED, VACATED
 from podium.runs import growing_accounts
 from podium.runs.accounting import CausedSegment, caused_segments
 from podium.runs.growing_accounts import GrowingAccounts
@@ -97,6 +100,20 @@ def test_runs_of_the_simulated_cluster(tmp_path: Path, changes: dict[str, Any]) 
         assert len(pieces) > anew, "nothing was added to what was known"
 
 
+@pytest.mark.slow
+def test_a_run_in_which_workers_die_and_leave(tmp_path: Path) -> None:
+    case = Case(layout="split", staleness=1)
+    faults = [
+        SimulatedDeath(at_s=7.0, pool="rollout", slot=1),
+        SimulatedDeath(at_s=10.0, pool="train", slot=0),
+        SimulatedDrain(at_s=16.0, node=0, grace_s=1.0, seconds=1.0),
+    ]
+    spans = list(read_timeline(run_with(case.recipe(tmp_path), faults).result.folder))
+    assert {"train[0]@simulated/cpu#1", "rollout[0]@node-0.1/cpu#0"} <= {span.worker for span in spans}
+    for size in (1, 7, 40):
+        grown(in_pieces(spans, size))
+
+
 @st.composite
 def timelines(draw: st.DrawFn) -> list[TimelineSpan]:
     """A controller in phases, and workers whose spans overlap in any way and may be as long as the run."""
@@ -108,9 +125,12 @@ def timelines(draw: st.DrawFn) -> list[TimelineSpan]:
             length = chance.choice([0.0, 0.25, 1.0, 3.0])
             spans.append(TimelineSpan("controller", phase, at, at + length))
             at += length + chance.choice([0.0, 0.0, 0.5])
-    for worker in ("train[0]@a/0#0", "rollout[0]@a/1#0", "rollout[1]@a/2#0", "rollout[1]@a/2#1")[
-        : draw(st.integers(1, 4))
-    ]:
+    workers = ("train[0]@a/0#0", "rollout[0]@a/1#0", "rollout[1]@a/2#0", "rollout[1]@a/2#1", "rollout[1]@a/2#2")
+    workers = workers[: draw(st.integers(1, 5))]
+    for worker in workers:
+        if chance.random() < 0.2:
+            moment = chance.uniform(0.0, at)
+            spans.append(TimelineSpan("controller", f"{chance.choice([JOINED, VACATED])}{worker}", moment, moment))
         for _ in range(draw(st.integers(1, 12))):
             begin = chance.uniform(1.0, at)
             length = chance.choice([0.1, 1.0, at - begin])

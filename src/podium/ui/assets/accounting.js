@@ -68,18 +68,31 @@ export function partNote(data, again, signal) {
   return el("p", { class: "dim small" }, "Of the newest part of the timeline: the rest is being read.");
 }
 
+/** By kind; a worker and those that replaced it count as one member. */
 function kindsOf(workers) {
   const kinds = new Map();
-  for (const worker of workers) {
-    const kind = kinds.get(worker.kind) ?? { name: worker.kind, count: 0, total_s: 0, seconds: {}, members: [] };
-    kind.count += 1;
-    kind.members.push(worker);
-    kind.total_s += worker.total_s;
-    for (const [cause, spent] of Object.entries(worker.seconds))
-      kind.seconds[cause] = (kind.seconds[cause] ?? 0) + spent;
-    kinds.set(worker.kind, kind);
+  for (const slot of sums(workers, slotOf)) {
+    const kind = kinds.get(slot.kind) ?? [];
+    kinds.set(slot.kind, [...kind, slot]);
   }
-  return [...kinds.values()];
+  return [...kinds].map(([name, members]) => ({ ...sums(members, () => name)[0], count: members.length, members }));
+}
+
+function slotOf(worker) {
+  return worker.name.split("@")[0];
+}
+
+/** Workers with the same name by `nameOf` together. */
+function sums(workers, nameOf) {
+  const found = new Map();
+  for (const worker of workers) {
+    const name = nameOf(worker);
+    const sum = found.get(name) ?? { name, kind: worker.kind, total_s: 0, seconds: {} };
+    sum.total_s += worker.total_s;
+    for (const [cause, spent] of Object.entries(worker.seconds)) sum.seconds[cause] = (sum.seconds[cause] ?? 0) + spent;
+    found.set(name, sum);
+  }
+  return [...found.values()];
 }
 
 /** Whether a cause is one of waiting. */
@@ -95,7 +108,7 @@ function idleShare({ seconds, total_s: total }) {
 /** Says which workers of a kind are idle least and most, where they differ: the others wait for the busiest. */
 function spreadOf(members = []) {
   const shares = members
-    .map((worker) => [worker.name.split("@")[0], idleShare(worker)])
+    .map((slot) => [slot.name, idleShare(slot)])
     .sort((a, b) => a[1] - b[1]);
   if (shares.length < 2 || shares.at(-1)[1] - shares[0][1] < UNEQUAL_SHARE) return null;
   const [busiest, laziest] = [shares[0], shares.at(-1)];
