@@ -27,11 +27,11 @@ from podium.execution import (
     with_axes,
 )
 from podium.generating import generating_folder, prompt_source, require_number, sampling_of, section_of
-from podium.memory_checks import devices_per_machine, memory_report, not_looked_at, refuse_what_cannot_fit
+from podium.memory_checks import devices_per_machine, memory_report, refuse_what_cannot_fit
 from podium.models.folder import is_hub_id
 from podium.observe import FrameLibrary, metrics_frame, read_metrics
 from podium.observe.artifacts import artifact_trackers, log_export
-from podium.pipeline_checks import check_pipeline
+from podium.pipeline_checks import check_pipeline, check_stages, refuse_stages_that_cannot_fit
 from podium.python_hints import for_python
 from podium.python_objects import SectionArguments, without_objects
 from podium.recipe import (
@@ -98,8 +98,7 @@ def _checked(
     loaded: Recipe | PipelineRecipe, *, deep: bool, all_rows: bool, stream: TextIO | None, device: str | None = None
 ) -> list[str]:
     if isinstance(loaded, PipelineRecipe):
-        lines = check_pipeline(loaded, deep=deep or all_rows, all_rows=all_rows, progress=stream, device=device)
-        return lines if device is None else [*lines, not_looked_at(device)]
+        return check_pipeline(loaded, deep=deep or all_rows, all_rows=all_rows, progress=stream, device=device)
     check_recipe(loaded, per_machine=devices_per_machine(loaded, device))
     lines = [f"program {loaded.program}: {loaded.execution} execution, {loaded.length}"]
     if is_hub_id(loaded.model.path):
@@ -156,7 +155,10 @@ def train(
     sections = SectionArguments(data=data, reward=reward, environment=environment, loggers=loggers)
     loaded = load_recipe_arguments(recipe, overrides, sections)
     if isinstance(loaded, PipelineRecipe):
-        return _run_pipeline(resolved_pipeline(loaded), PipelineFolder.at(loaded), overwrite=overwrite)
+        pipeline = resolved_pipeline(loaded)
+        if not ignore_memory:
+            refuse_stages_that_cannot_fit(pipeline)
+        return _run_pipeline(pipeline, PipelineFolder.at(loaded), overwrite=overwrite)
     if not ignore_memory:
         refuse_what_cannot_fit(loaded)
     return begin(prepare(loaded), overwrite=overwrite)
@@ -454,7 +456,7 @@ def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder, *, overwrite: 
             "program: a pipeline starts the ranks of its stages itself, and torchrun starts several of it. Run it "
             "without torchrun; placement.devices says how many ranks a stage has."
         )
-    check_pipeline(recipe, deep=False)
+    check_stages(recipe)
     for name in recipe.order():
         check_launcher(unmade_stage_recipe(recipe, name), None)
     if overwrite:

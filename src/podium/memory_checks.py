@@ -73,11 +73,3 @@ def runs_elsewhere(recipe: Recipe) -> bool:
     from podium.cluster import RayCluster
 
     return RayCluster().running_address is not None
-
-
-def not_looked_at(device: str) -> str:
-    """What is said of the memory of a pipeline, for which somebody has named a device."""
-    from podium.planning.devices import device_named
-
-    name = device_named(device).name
-    return f"memory: stages of a pipeline are not compared with {name}. Check one stage as a recipe."

@@ -103,7 +103,9 @@ def test_every_named_method_has_a_recipe() -> None:
 
 def test_the_demo_is_a_pipeline_that_imitates_and_then_reinforces(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(made)
-    assert api.check("examples/arithmetic/pipeline.yaml") == [
+    lines = api.check("examples/arithmetic/pipeline.yaml")
+    assert sum(line.startswith("  memory: ") for line in lines) == 2
+    assert [line for line in lines if not line.startswith("  memory: ")] == [
         "program pipeline: 2 stages, in this order: sft, grpo",
         "stage sft: program sft, spmd execution, 340 steps",
         "stage grpo: program grpo, controlled execution, 40 steps",

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -101,14 +102,96 @@ def test_a_gpu_that_is_not_here_is_not_judged(recipe: Path, monkeypatch: pytest.
     assert not any(line.startswith("memory") for line in lines)
 
 
-def test_a_device_for_a_pipeline_is_not_ignored(recipe: Path) -> None:
-    stage = json.loads(recipe.read_text())
-    file = recipe.parent / "pipeline.yaml"
-    file.write_text(json.dumps({"program": "pipeline", "stages": {"sft": stage}, "run": {"name": "all"}}))
+def small_model(folder: Path) -> str:
+    return str(save_tiny_folder(folder / "small"))
 
-    assert "stages of a pipeline are not compared with H100 SXM" in api.check(file, device="H100")[-1]
+
+def pipeline_of(folder: Path, **stages: dict[str, Any]) -> Path:
+    """Their file."""
+    file = folder / "pipeline.yaml"
+    file.write_text(json.dumps({"program": "pipeline", "stages": stages, "run": {"name": "all"}}))
+    return file
+
+
+def test_stages_that_cannot_fit_are_refused_by_name_with_their_largest_terms(recipe: Path) -> None:
+    """Before a stage that fits and after it."""
+    large = json.loads(recipe.read_text())
+    small = large | {"model": small_model(recipe.parent)}
+    one = pipeline_of(recipe.parent, small=small, large=large)
+
+    with pytest.raises(RecipeError) as of_one:
+        api.check(one, device="H100")
+    with pytest.raises(RecipeError) as alone:
+        api.check(recipe, device="H100")
+    assert str(of_one.value) == f"stages.large.{alone.value}"
+    assert "cannot fit one H100 SXM of 79.1 GiB" in str(of_one.value)
+    assert "optimizer moments 525.7 GiB" in str(of_one.value)
+    with pytest.raises(RecipeError, match=r"(?s)2 problems:\n  stages\.large\.placement.*\n  stages\.other\.placement"):
+        api.check(pipeline_of(recipe.parent, large=large, small=small, other=large), device="H100")
     with pytest.raises(RecipeError, match="'H300' is not in the device table"):
-        api.check(file, device="H300")
+        api.check(one, device="H300")
+
+
+def test_a_stage_that_goes_on_has_the_shape_of_the_model_that_its_ancestors_began_with(
+    recipe: Path, tmp_path: Path
+) -> None:
+    """The first two train adapters on 64 devices, and the third all weights of the same 70B on one."""
+    values = json.loads(recipe.read_text())
+    many = {"placement": {"devices": 64}, "tokens_per_step": 262_144, "data": values["data"], "optimizer": {"lr": 1e-4}}
+    adapter = {"lora": {"rank": 8}, "activation_checkpointing": "layers"}
+    first = values | many | {"model": {"path": values["model"], **adapter}}
+    second = values | many | {"model": {"path": "${stage.first}", **adapter}}
+    lines = api.check(pipeline_of(tmp_path, first=first, second=second), device="H100")
+    memory = [line for line in lines if line.startswith("  memory: ")]
+    assert len(memory) == 2
+    assert memory[0] == memory[1]
+    assert memory[0].startswith("  memory: training step (learner) takes about ")
+
+    third = values | {"model": "${stage.second}"}
+    with pytest.raises(RecipeError, match=r"^stages\.third\.placement\.devices: .*optimizer moments 525\.7 GiB"):
+        api.check(pipeline_of(tmp_path, first=first, second=second, third=third), device="H100")
+
+
+def test_other_models_that_stages_make_count_too(recipe: Path, tmp_path: Path) -> None:
+    """A reward model of 70B beside a small policy: 525.7 GiB / 4 of bfloat16 weights, less 2.0 GiB of the head."""
+    large = json.loads(recipe.read_text())
+    prompts = str(write_prompts(tmp_path / "tasks.jsonl", 4))
+    policy = {
+        "program": "grpo", "model": small_model(tmp_path), "steps": 1, "optimizer": {"lr": 1e-6},
+        "data": {"train": prompts}, "reward": [{"model": "${stage.judge}"}],
+        "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 8},
+    }  # fmt: skip
+    (tmp_path / "pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+    judge = {
+        "program": "reward_model", "model": {"path": large["model"], "lora": {"rank": 8}}, "steps": 1,
+        "data": {"train": str(tmp_path / "pairs.jsonl")}, "optimizer": {"lr": 1e-5},
+        "placement": {"devices": 8},
+    }  # fmt: skip
+    with pytest.raises(RecipeError, match=r"^stages\.policy\.placement\.devices: .*reward models 129\.5 GiB"):
+        api.check(pipeline_of(tmp_path, judge=judge, policy=policy), device="H100")
+
+
+def test_a_stage_of_a_model_on_the_hub_is_not_predicted(recipe: Path, tmp_path: Path) -> None:
+    first = json.loads(recipe.read_text()) | {"model": "owner/a-name-that-nobody-has"}
+    second = first | {"model": "${stage.first}"}
+    lines = api.check(pipeline_of(tmp_path, first=first, second=second), device="H100")
+    told = "  memory: not predicted. model.path: owner/a-name-that-nobody-has is on the hub"
+    assert sum(line.startswith(told) for line in lines) == 2
+
+
+def test_training_a_pipeline_refuses_what_check_refuses_before_its_first_stage(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run: list[str] = []
+    monkeypatch.setattr(api, "_run_pipeline", lambda pipeline, folder, overwrite: run.append(folder.path.name))
+    large = json.loads(recipe.read_text()) | {"placement": {"device": "cpu"}}
+    small = large | {"model": small_model(recipe.parent)}
+    file = pipeline_of(recipe.parent, small=small, large=large)
+    with pytest.raises(RecipeError, match=r"(?m)^stages\.large\.placement\.devices: .*--ignore-memory` begins it\.$"):
+        api.train(file)
+    assert run == []
+    api.train(file, ignore_memory=True)
+    assert run == ["all"]
 
 
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -180,12 +263,17 @@ def test_training_elsewhere_is_not_judged_by_this_machine(recipe: Path, monkeypa
 
 @pytest.mark.slow
 def test_the_refusal_imports_no_torch(recipe: Path) -> None:
+    stage = json.loads(recipe.read_text()) | {"placement": {"device": "cpu"}}
+    pipeline = pipeline_of(recipe.parent, first=stage, second=stage | {"model": "${stage.first}"})
     code = (
         "import sys\nfrom podium import api\nfrom podium.errors import RecipeError\n"
-        f"try:\n    api.check({str(recipe)!r}, device='H100')\n"
-        f"except RecipeError:\n    pass\ntry:\n    api.train({str(recipe)!r}, overrides=['placement.device=cpu'])\n"
-        "except RecipeError:\n    print('torch' in sys.modules, 'transformers' in sys.modules)"
+        f"for file in {[str(recipe), str(pipeline)]!r}:\n"
+        "    for call in (lambda: api.check(file, device='H100'), lambda: api.train(file, overwrite=True)):\n"
+        "        try:\n            call()\n"
+        "        except RecipeError as error:\n"
+        "            assert 'cannot fit' in str(error)\n"
+        "            print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
 
-    assert done.stdout == "False False\n"
+    assert done.stdout == "False False\n" * 4
