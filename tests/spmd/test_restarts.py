@@ -16,6 +16,7 @@ import pytest
 
 from helpers.processes import assert_gone, finished, spawned_children, started, wait_until
 from helpers.runs import tiny_recipe, write_recipe
+from helpers.times import times_of
 from helpers.tiny import write_chats
 from podium.engine.checkpoint_files import saved_steps
 from podium.observe import read_metrics
@@ -190,6 +191,10 @@ def test_a_killed_rank_costs_the_step_in_progress_and_nothing_else(
     assert (event.part, event.remedy, event.step) == ("rank", "restart", step)
     assert "SIGKILL" in event.cause
     assert 0.0 < event.seconds < 240.0  # a loaded machine imports torch for half a minute
+    if step:  # else no rank had written its time
+        seconds = times_of(tmp_path / "run")["ranks"].seconds
+        assert seconds["waiting for recovery"] > 0.0
+        assert seconds["waiting for recovery"] + seconds["start-up"] > 2 * 0.9 * event.seconds
     assert_same(tmp_path / "run", unbroken)
 
 
@@ -233,6 +238,7 @@ def test_one_rank_is_restarted_too(tiny_folder: Path, data: Path, tmp_path: Path
         runs.append(folder / "run")
 
     alone, killed = runs
+    assert times_of(killed)["ranks"].seconds["waiting for recovery"] > 0.0
     assert [event.step for event in recoveries(killed)] == [4]
     assert metrics_of(killed) == metrics_of(alone)
     assert final_files(killed) == final_files(alone)

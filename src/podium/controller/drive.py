@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from podium.controller.start_up import StartUp, ray_settings
 from podium.errors import AttachError, PlacementError, PodiumError, RayDiedError, RoleError
 from podium.importing import collector_off
 from podium.observe import Stopwatch
+from podium.observe.timing import RESTART
 from podium.recipe import OnPolicyRecipe
 from podium.recipe.policy_mesh import no_place
 from podium.roles.interfaces import POLICY
@@ -94,6 +96,8 @@ async def _drive(
     _cancel_on_end(interrupts)
     watch, names = Stopwatch(), role_names(recipe)
     supervision, predecessor = SUPERVISION.get(), predecessor_of(folder.path)
+    if predecessor is not None:
+        watch.note_before(RESTART, time.monotonic() - predecessor.ended_s)
     recovery = RecoveryPlan(
         recipe.placement.restarts,
         goes_back=steps.recorded is None,

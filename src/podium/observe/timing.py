@@ -22,6 +22,8 @@ JOINED, VACATED = "joined: ", "vacated: "
 """Marks, with the name of a worker: it has come to a vacant slot; it is gone, and has left its slot vacant."""
 DIED = "died"
 """A span of a worker, without length: it is dead, or was ended."""
+RESTART = "restart"
+"""The span of a process that takes the place of one that died, from that death until its own launch."""
 LOST = "lost"
 """The inner span of a call that never returned, because a worker died."""
 # Spans that nobody takes; the oldest are lost first.
@@ -80,6 +82,7 @@ class Stopwatch:
         self._names: list[str] = []
         self._spans: deque[FinishedSpan] = deque(maxlen=_MOST_SPANS)
         self._spans.append(FinishedSpan(LAUNCH, self._marked_at, self._marked_at))
+        self._launched_at = self._marked_at
 
     @contextmanager
     def span(self, cause: str) -> Iterator[None]:
@@ -111,6 +114,13 @@ class Stopwatch:
         """Notes a moment, as a span without length. It belongs to no open span."""
         self._settle()
         self._spans.append(FinishedSpan(name, self._marked_at, self._marked_at))
+
+    def note_before(self, name: str, seconds: float) -> None:
+        """Says what its process, or one before it, did in these last seconds, as far as they were before its launch.
+        No cause gets them: they are not its time."""
+        begin_s = self._clock() - seconds
+        if begin_s < self._launched_at:
+            self._spans.append(FinishedSpan(name, begin_s, self._launched_at))
 
     def take_spans(self) -> list[FinishedSpan]:
         """Spans that ended since the last call."""

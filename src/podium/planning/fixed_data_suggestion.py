@@ -17,7 +17,8 @@ from podium.runs.accounting import STEP_OF_RANK, WorkerTime, times_by_kind
 _LEAST_GAIN, _FEWEST_STEPS, _LEAST_S = 0.05, 10, 10.0
 # What is done every so many steps counts where the steps have so many of them.
 _FEWEST_TIMES = 2
-_START: tuple[Cause, ...] = ("start-up", "waiting for start-up")
+# What is no part of a step.
+_BESIDE_STEPS: tuple[Cause, ...] = ("start-up", "waiting for start-up", "waiting for recovery")
 _RANKS = TimelineWorker.of(rank_name(0)).kind
 
 
@@ -35,7 +36,7 @@ def suggest_for_ranks(recipe: SpmdRecipe, spans: Sequence[TimelineSpan], times: 
     steps = sum(span.name == STEP_OF_RANK and span.worker == rank_name(0) for span in spans)
     if ranks is None or steps < _FEWEST_STEPS:
         return None
-    seconds = {cause: spent for cause, spent in ranks.seconds.items() if cause not in _START}
+    seconds = {cause: spent for cause, spent in ranks.seconds.items() if cause not in _BESIDE_STEPS}
     count = sum(TimelineWorker.of(each.worker).kind == _RANKS for each in times)
     total_s = sum(seconds.values()) / count
     if total_s < _LEAST_S:

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from podium.observe.causes import FOR_RANKS, Cause, is_idle
 from podium.observe.timeline import CONTROLLER, TimelineSpan, TimelineWorker, is_mark, rank_name
-from podium.observe.timing import LAUNCH, NESTED
+from podium.observe.timing import LAUNCH, NESTED, RESTART
 from podium.runs.waits import Duties, Moment, computing_cause, duties_of, moments, phase_cause, waiting_cause, waits
 from podium.runs.worker_lives import SlotChanges, Spell, lives, spells
 
@@ -168,6 +168,7 @@ def _segments_of(launch: _Launch) -> Iterator[CausedSegment]:
         if span.name != LAUNCH and not is_mark(span):
             by_worker.setdefault(span.worker, []).append(span)
     _add_rank_waits(by_worker)
+    _add_lost_times(by_worker, launch.begin_s)
     spells_of_slots = list(spells(by_worker, SlotChanges.of(launch.spans), launch.begin_s, launch.end_s))
     of_workers = {life.worker: life for spell in spells_of_slots for life in lives(spell, by_worker)}
     done = {
@@ -236,6 +237,16 @@ def _add_rank_waits(by_worker: dict[str, list[TimelineSpan]]) -> None:
             if span.begin_s < last_s:
                 name = f"{STEP_OF_RANK}{NESTED}{FOR_RANKS}"
                 by_worker[span.worker].append(TimelineSpan(span.worker, name, span.begin_s, last_s))
+
+
+def _add_lost_times(by_worker: dict[str, list[TimelineSpan]], begin_s: float) -> None:
+    """What ranks or a controller did after their last span is lost when they are restarted, and belongs to the
+    recovery."""
+    for worker, spans in by_worker.items():
+        for restart in [span for span in spans if span.name == RESTART]:
+            last_s = max((span.end_s for span in spans if span.begin_s < restart.begin_s), default=begin_s)
+            if last_s < restart.begin_s:
+                spans.append(TimelineSpan(worker, RESTART, last_s, restart.begin_s))
 
 
 def _same_steps(steps: Sequence[Sequence[TimelineSpan]]) -> Iterator[list[TimelineSpan]]:

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from podium.observe.causes import FOR_GRADING, FOR_PROMPTS, FOR_RANKS, FOR_REQUESTS, FOR_TOOLS, Cause
 from podium.observe.timeline import TAIL, TimelineWorker
-from podium.observe.timing import NESTED
+from podium.observe.timing import NESTED, RESTART
 
 _GENERATORS: Final = ("generator", "lent-generator")
 # Of a worker's call `role.method`: what it computes, by its method.
@@ -35,12 +35,13 @@ _BY_NAME: Final[Mapping[str, Cause]] = {
     "installing weights": "weights",
     # of ranks
     "start-up": "start-up", "preparation": "start-up", "data": "waiting for data", "compute": "update",
-    "evaluation": "evaluation", "checkpoint": "save", "snapshot": "save",
+    "evaluation": "evaluation", "checkpoint": "save", "snapshot": "save", RESTART: "waiting for recovery",
 }  # fmt: skip
 # Of the controller's phases: what the phase is, and what a worker without work waits for.
 _PHASES: Final[Mapping[str, tuple[Cause, Cause | None]]] = {
     "start-up": ("start-up", "waiting for start-up"), "shut-down": ("control", "waiting for the controller"),
     "recovery": ("waiting for recovery", "waiting for recovery"),
+    RESTART: ("waiting for recovery", "waiting for recovery"),
     "evaluation": ("evaluation", "waiting for evaluation"), "checkpoint": ("save", "waiting for save"),
     "publish": ("weights", "waiting for weights"), "residency": ("residency", "residency"),
     "lend": ("residency", "residency"), "rollout": ("generation", None), "wait": ("generation", None),
@@ -128,7 +129,7 @@ def computing_cause(duties: Duties, name: str, meanwhile: Meanwhile) -> Cause:
     cause = _cause_of(name)
     if duties.is_rank:
         return cause
-    if meanwhile.phase == "recovery":
+    if meanwhile.phase in ("recovery", RESTART):
         return "waiting for recovery"
     if meanwhile.phase == "start-up" and cause in ("control", "unknown"):
         return "start-up"

@@ -37,6 +37,7 @@ from podium.models.device import choose_cpu_settings, matrix_peak
 from podium.models.folder import local_folder
 from podium.models.verify import random_batch, self_check
 from podium.observe import Console, Stopwatch, open_console, open_run_console
+from podium.observe.timing import RESTART
 from podium.progress import waiting_at_most
 from podium.recipe import RewardModelRecipe, SpmdRecipe
 from podium.runs.failing import all_failed_after
@@ -120,6 +121,8 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
             later = set_aside_later(folder.checkpoints, task.resume_step)
         try:
             watch = Stopwatch()
+            if where.restart is not None:
+                watch.note_before(RESTART, where.restart.seconds)
             with watch.span("start-up"), waiting_at_most(_START_S):
                 run = _build(
                     stack, task, folder, mesh, console, begin, where, memory,

@@ -4,6 +4,7 @@ between them, so that a long run which makes progress is not ended by its age. T
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 
@@ -16,6 +17,11 @@ class Restart:
     most: int
     cause: str
     failed_s: float  # when it was noticed, on the monotonic clock of this machine
+
+    @property
+    def seconds(self) -> float:
+        """Since the failure."""
+        return time.monotonic() - self.failed_s
 
     @property
     def title(self) -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,7 +94,7 @@ def report_restart(where: RankPlace, folder: RunFolder, console: Console, step: 
     restart = where.restart
     if restart is None or where.rank != 0:
         return
-    seconds = time.monotonic() - restart.failed_s
+    seconds = restart.seconds
     place = f"going on after step {step}" if step else "beginning again"
     console.note(f"{restart.title}: {place}, {seconds:.1f} s after the failure")
     append_recovery(folder.path, part="rank", cause=restart.cause, remedy="restart", step=step, seconds=seconds)

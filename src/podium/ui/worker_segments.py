@@ -104,7 +104,7 @@ class WorkerSegments:
             return []
         is_long = (ends - begins >= point_s) | (len(begins) <= round((end_s - begin_s) / point_s))
         stretch = ((begins - begin_s) / (STRETCH * point_s)).astype(np.int64)
-        is_gap = np.append(True, begins[1:] > ends[:-1] + point_s)  # between two launches of the run
+        is_gap = np.append(True, begins[1:] > ends[:-1] + point_s)  # between two launches of the run, or a vacant slot
         is_new = is_long | np.append(True, is_long[:-1]) | np.append(True, stretch[1:] != stretch[:-1]) | is_gap
         starts = np.flatnonzero(is_new)
         stops = np.append(starts[1:], len(begins))

@@ -67,6 +67,15 @@ def test_a_mark_is_a_moment_and_takes_no_time(watch: Stopwatch, clock: HandClock
     assert spans == [("launch", 50.0, 50.0), ("published version 3", 52.0, 52.0), ("publish", 50.0, 53.0)]
 
 
+def test_what_was_before_the_launch_is_a_span_and_takes_no_time(watch: Stopwatch, clock: HandClock) -> None:
+    clock.now += 1
+    watch.note_before("recovery", 4.0)
+    watch.note_before("too late", 0.5)
+    assert watch.seconds() == {"other": 1.0}
+    spans = [(span.name, span.begin_s, span.end_s) for span in watch.take_spans()]
+    assert spans == [("launch", 50.0, 50.0), ("recovery", 47.0, 50.0)]
+
+
 def test_a_span_that_raises_ends_there(watch: Stopwatch, clock: HandClock) -> None:
     def fail() -> None:
         with watch.span("data"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from podium.observe.causes import CAUSES, Cause, is_idle
 from podium.observe.timeline import TimelineSpan, TimelineWorker
-from podium.observe.timing import JOINED, LAUNCH, VACATED
+from podium.observe.timing import JOINED, LAUNCH, RESTART, VACATED
 from podium.runs import accounting
 from podium.runs.accounting import WorkerTime, caused_segments, idle_segments, segments, time_lines, worker_times
 
@@ -266,6 +266,33 @@ def test_a_slot_that_stays_vacant_has_time_until_then() -> None:
     controller = [("wait", 0.0, 20.0), (f"{VACATED}{ROLLOUT}", 8.0, 8.0)]
     found = by_worker(timeline(controller=controller, rollout=[("generator.stream", 0, 8)]))
     assert found == {"controller": {"generation": 20.0}, ROLLOUT: {"generation": 8.0}}
+
+
+def test_ranks_that_are_restarted_wait_for_recovery_from_their_last_span_until_their_next_launch() -> None:
+    """The death is noticed at 7, when rank 1 has no span yet: what it began is lost. Then both are new at 9."""
+    spans = []
+    for rank, last_s in (("rank 0", 6.5), ("rank 1", 0.0)):
+        spans += [TimelineSpan(rank, LAUNCH, 0.0, 0.0), TimelineSpan(rank, "start-up", 0.0, 2.0)] if last_s else []
+        spans += [TimelineSpan(rank, "compute", 2.0, last_s)] if last_s else []
+        spans += [TimelineSpan(rank, RESTART, 7.0, 9.0), TimelineSpan(rank, LAUNCH, 9.0, 9.0)]
+        spans += [TimelineSpan(rank, "start-up", 9.0, 10.0), TimelineSpan(rank, "compute", 10.0, 14.0)]
+    found = by_worker(spans)
+    assert found["rank 0"] == {"start-up": 3.0, "update": 8.5, "waiting for recovery": 2.5}
+    assert found["rank 1"] == {"start-up": 1.0, "update": 4.0, "waiting for recovery": 9.0}
+
+
+def test_while_a_controller_is_replaced_all_wait_for_recovery() -> None:
+    """It died at 6, in an update that nobody has heard of; its successor attaches to the learner, which is number 1 for
+    it."""
+    spans = timeline(
+        controller=[("rollout", 0, 5), (RESTART, 6, 8), ("launch", 8, 8), ("recovery", 8, 9), ("update", 9, 12)],
+        train=[("generator.stream", 0, 5)],
+    )
+    spans += [TimelineSpan("train[0]@here/cpu#1", "policy.update", 9.0, 12.0)]
+    found = by_worker(spans)
+    assert found["controller"] == {"generation": 5.0, "waiting for recovery": 4.0, "update": 3.0}
+    assert found[TRAIN] == {"generation": 5.0, "waiting for recovery": 3.0}
+    assert found["train[0]@here/cpu#1"] == {"waiting for recovery": 1.0, "update": 3.0}
 
 
 def test_of_calls_at_the_same_time_the_one_that_began_last_counts() -> None:
