@@ -20,6 +20,7 @@ import yaml
 from golden.runs import fingerprint, make_task, pipeline, recipe, train
 from helpers.on_policy import podium, session_of
 from helpers.processes import wait_until
+from helpers.times import times_of
 from podium.cluster.processes import children, command_of
 from podium.runs.events import recoveries
 from podium.runs.host_memory import memory_folder
@@ -296,6 +297,7 @@ def test_a_stage_of_a_pipeline_goes_on(task: Path) -> None:
     said = " ".join(output.read_text().split())
     assert said.count("sft: sft, 4 steps") == said.count("sft: unchanged") == 1, said  # trained once
     assert [each.part for each in recoveries(run)] == ["controller"]
+    assert times_of(run)["controller"].seconds["waiting for recovery"] > 0.0
     assert not (task / "runs" / "stages" / ".earlier").exists()
     undisturbed = {**pipeline(), "run": {**pipeline().get("run", {}), "name": "calm"}}
     steps = max(int(each.name.removeprefix("step-")) for each in (run / "checkpoints").glob("step-*"))
