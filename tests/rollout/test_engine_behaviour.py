@@ -197,8 +197,8 @@ def test_a_reader_that_waits_in_a_pause_continues_when_another_thread_resumes(en
 def test_areal_1569_after_an_update_between_steps_every_token_is_of_the_version_it_names(
     engine: RolloutEngine, judge: Judge, other_judge: Judge
 ) -> None:
-    """There, all tokens of a request had the version at its end. Greedy, so that tokens as well as log-probs tell which
-    weights drew them."""
+    """There, the version was read again when the answer was back: an update in between labelled its tokens with weights
+    that had not sampled them. Greedy, so that tokens as well as log-probs tell which weights sampled them."""
     weights, old, new = Weights.of(other_judge.model), engine.version, engine.version + 7
     requests = [ask(n, range(n, n + 10 + n), new=LONG, temperature=0.0) for n in range(3)]
 

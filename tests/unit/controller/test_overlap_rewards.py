@@ -99,9 +99,10 @@ def test_nemo_rl_3470_an_episode_that_the_engine_did_not_answer_is_none_of_rewar
     trained_on = {id.prompt_index for _, batch in trial.bandit.updates for id in batch.graded.rollouts.rows.ids}
     assert trained_on == set(range(24)) - {SLOW}
     assert sum(trial.metric("episodes/failed").values()) == 1
-    episodes = trial.episodes("sample, state, finish", f"WHERE prompt_index = {SLOW} ORDER BY sample")
+    assert sum(trial.metric("episodes/learned_from").values()) == 23 * 4
+    episodes = trial.episodes("sample, state, finish, reward", f"WHERE prompt_index = {SLOW} ORDER BY sample")
     assert episodes == [
-        (sample, *(("failed", "unanswered") if sample == 2 else ("dropped", "stop"))) for sample in range(4)
+        (sample, *(("failed", "unanswered") if sample == 2 else ("dropped", "stop")), None) for sample in range(4)
     ]
     assert [warning for warning in trial.console.warnings if "the server is gone" in warning]
 

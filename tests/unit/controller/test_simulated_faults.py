@@ -298,6 +298,25 @@ def test_a_silent_worker_is_declared_dead_after_the_heartbeat_timeout(
     assert run.weights == calm.weights
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_nemo_rl_3470_a_generator_that_never_answers_again_parks_no_rollout(
+    tmp_path: Path, calm_runs: CalmRuns, staleness: int
+) -> None:
+    """There, a rollout waited for a dead endpoint without a limit and kept its place, until nothing was generated any
+    more, while every actor passed for healthy. Here its episodes run elsewhere, and every group is trained."""
+    recipe, calm = calm_runs.of(Case(layout="split", staleness=staleness))
+    silence = replace(SILENCE, at_s=calm.committed_s[0] + 0.5, pool="rollout", slot=1, seconds=1e9)
+
+    run = run_with(fault_recipe(tmp_path / "parked", "split", staleness), [silence])
+
+    check_groups(run, recipe)
+    (recovery,) = recoveries(run.result.folder)
+    assert recovery.part == "generator"
+    assert recovery.remedy in ("respawn", "fewer")  # the run may have ended before another one had started
+    assert "no sign of life for 12 s" in recovery.cause
+    assert run.ended_s < calm.ended_s + 12.0 + 2 * FAULT_COSTS.start_s
+
+
 def test_a_worker_that_is_silent_for_less_than_the_timeout_goes_on(tmp_path: Path, calm_runs: CalmRuns) -> None:
     _, calm = calm_runs.of(Case(layout="split", staleness=0))
     silence = replace(SILENCE, at_s=calm.committed_s[1] - 0.25, seconds=8.0)  # in an update
