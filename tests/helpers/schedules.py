@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Self
 
 from podium.controller.schedule_audit import GroupHistory, ScheduleAudit
 from podium.controller.scheduler import GroupScheduler
@@ -131,22 +132,25 @@ class World:
         self._goes_on = False  # whether the scheduler has more to do
         self._begun: dict[tuple[int, int], tuple[int, int]] = {}  # (group, sample) -> versions of its tokens
 
-    def run(self, *, most_events: int = 1_000_000) -> World:
-        for lanes in self.lanes:
-            self._join(lanes)
-        if self.costs.loss_every_s:
-            self._after(self.costs.rng.expovariate(1 / self.costs.loss_every_s), "lose")
-        if self.costs.leave_every_s:
-            self._after(self.costs.rng.expovariate(1 / self.costs.leave_every_s), "leave")
+    def run(self, *, most_events: int = 1_000_000) -> Self:
         if self.stop_at_s is not None:
             self._after(self.stop_at_s, "stop")
-        self._request()
+        self._begin()
         while self._queue and not self.ended:
             self.now_s, _, kind, arguments = heapq.heappop(self._queue)
             getattr(self, f"_{kind}")(*arguments)
             assert self.num_events < most_events, "it comes to no end"
         assert self.ended, f"it hangs after step {self.committed}"
         return self
+
+    def _begin(self) -> None:
+        for lanes in self.lanes:
+            self._join(lanes)
+        if self.costs.loss_every_s:
+            self._after(self.costs.rng.expovariate(1 / self.costs.loss_every_s), "lose")
+        if self.costs.leave_every_s:
+            self._after(self.costs.rng.expovariate(1 / self.costs.leave_every_s), "leave")
+        self._request()
 
     def _after(self, seconds: float, kind: str, *arguments: object) -> None:
         heapq.heappush(self._queue, (self.now_s + seconds, next(self._tick), kind, arguments))
@@ -220,7 +224,10 @@ class World:
             case Continue():
                 self._goes_on = True
             case EndRun():
-                self.ended = True
+                self._end()
+
+    def _end(self) -> None:
+        self.ended = True
 
     def _fill(self, engine: Engine) -> None:
         while engine.waiting and len(engine.running) < engine.lanes:
@@ -362,9 +369,13 @@ class World:
             self.version = step
         self.committed = step
         self._tell(StepCommitted(step=step, version=None if is_skipped else step))
+        self._note_committed()
         if self.stop_after is not None and step >= self.stop_after:
             self._tell(StopRequested())
         self._request()
+
+    def _note_committed(self) -> None:
+        """A step is committed, and may be saved."""
 
     def _installed(self, name: str, version: int) -> None:
         engine = self.engines.get(name)

@@ -16,6 +16,7 @@ import numpy as np
 from podium.cluster import ObjectScope, RowRefs
 from podium.cluster.deadlines import wall_s
 from podium.controller.decided import Decided
+from podium.controller.done_prompts import DonePrompts
 from podium.controller.grading import ModelScores, failed_as_zero, model_scores, sum_rewards, without_failed
 from podium.controller.grading_queue import GradedPart
 from podium.controller.ledger import GroupRecord, OpenGroupRecord
@@ -73,7 +74,7 @@ class GroupFlow:
         self._finished: list[GroupHistory] = []  # groups that are void, and that no step has collected yet
         self._last: dict[int, GroupHistory] = {}  # prompt index -> group that ended with the last committed step
         self._failed: set[int] = set()  # prompt indices of the step's groups that were dropped
-        self._done: set[int] = set()  # prompt indices that are trained or void, above that of the oldest live group
+        self._done = DonePrompts()
         self._running: Counter[str] = Counter()  # worker -> episodes that it was given and that have not ended
         self._lanes: dict[str, int] = {}  # worker -> episodes that it is given
         self._own: dict[str, None] = {}
@@ -393,7 +394,7 @@ class GroupFlow:
         left = set(sampled.group_N.tolist())
         for group in groups:
             del self._numbers[group.prompt.prompt_index]
-            self._done.add(group.prompt.prompt_index)
+            self._done.add([group.prompt.prompt_index])
             if group.prompt.prompt_index not in left:
                 self._failed.add(group.prompt.prompt_index)
         self._parts.log.slowest(step, slowest_episodes(step, groups))
@@ -457,17 +458,13 @@ class GroupFlow:
 
     def note_used(self, prompt_indices: Iterable[int]) -> None:
         """Prompts that the program took for itself: they are not offered again."""
-        self._done.update(prompt_indices)
+        self._done.add(prompt_indices)
 
     def data_state(self) -> dict[str, Any]:
         """Where a resumed run continues in the data: before the oldest group that no committed step has trained on,
         without the prompts after it that are done."""
-        if not self._groups:
-            self._done.clear()
-            return self._parts.prompts.state()
-        oldest = min(self._groups.values(), key=lambda group: group.prompt.prompt_index)
-        self._done = {index for index in self._done if index > oldest.prompt.prompt_index}
-        return {**oldest.before, "done": sorted({*self._done, *oldest.before.get("done", ())})}
+        live = ((group.prompt.prompt_index, group.before) for group in self._groups.values())
+        return self._done.state(live, self._parts.prompts.state)
 
     # --- internals ---
 

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
+from helpers.random_schedules import random_world
+from helpers.resumed_schedules import ResumedWorld, check_capacity, check_prompts
 from helpers.schedules import Costs, Sequence, World, world_of
 from podium.controller.schedule_audit import ScheduleAudit
 from podium.controller.scheduler import GroupScheduler
@@ -34,44 +35,6 @@ from podium.controller.scheduling import (
 from podium.errors import InvariantError
 
 FAST, ALL, PARTS = 2_000, 10_000, 8
-
-
-def random_world(seed: int, *, lends: bool = False, most_cost: int | None = None) -> World:
-    """A small schedule: every size, cost and mishap is random. `lends`: the learner's devices generate too.
-    `most_cost`: of a decision; default: enough for all there is to do."""
-    rng = random.Random(seed)
-    settings = ScheduleSettings(
-        steps=rng.randint(1, 6),
-        groups_per_step=rng.randint(1, 5),
-        samples=rng.randint(1, 3),
-        staleness=rng.choice([0, 0, 1, 2, 4]),
-        on_new_weights=rng.choice(["keep", "recompute"] if lends else ["finish", "keep", "recompute"]),
-        replaces_uniform=rng.random() < 0.4,
-        max_replaced=rng.randint(0, 12),
-        lends=lends,
-    )
-    costs = Costs(
-        rng,
-        length_s=rng.choice([0.1, 1.0, 3.0]),
-        spread=rng.choice([0.0, 0.5, 1.5]),
-        grade_s=rng.choice([0.0, 0.3, 2.0]),
-        update_s=rng.choice([0.1, 1.0, 4.0]),
-        publish_s=rng.choice([0.0, 0.1, 1.0]),
-        uniform_share=rng.choice([0.0, 0.3, 0.7]),
-        skipped_share=rng.choice([0.0, 0.2]),
-        loss_every_s=rng.choice([0.0, 0.0, 3.0]),
-    )
-    lanes = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 4)))
-    stop_after = rng.choice([None, None, rng.randint(1, settings.steps)])
-    costs.switch_s = rng.choice([0.0, 0.1, 2.0]) if lends else 0.0
-    learner_lanes = tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 3))) if lends else ()
-    costs.leave_every_s, costs.grace_s = rng.choice([0.0, 0.0, 3.0]), rng.choice([0.0, 0.5, 5.0])
-    scheduler: Callable[[ScheduleSettings], GroupScheduler] = GroupScheduler
-    if most_cost is not None:
-        scheduler = partial(GroupScheduler, most_cost=most_cost)
-    return world_of(
-        settings, costs, lanes, stop_after=stop_after, learner_lanes=learner_lanes, scheduler=scheduler
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -123,8 +86,8 @@ def test_a_stop_at_any_time_ends_the_run_with_the_step_in_progress(lends: bool) 
     """During an update, and while the program waits: then it still gets its step. Nothing is admitted after that."""
     num_left = 0
     for seed in range(400):
-        length_s = random_world(seed, lends=lends).run().now_s
-        world = random_world(seed, lends=lends)
+        length_s = random_world(seed, lends=lends, resumes=False).run().now_s
+        world = random_world(seed, lends=lends, resumes=False)
         world.stop_after, world.stop_at_s = None, length_s * random.Random(seed).random()
         world.run()
         if world.last is not None:  # else it had ended by then
@@ -136,48 +99,22 @@ def test_a_stop_at_any_time_ends_the_run_with_the_step_in_progress(lends: bool) 
     assert num_left > 20
 
 
-def _hold(seeds: range, *, lends: bool = False, most_cost: int | None = None) -> list[World]:
+def _hold(seeds: range, *, lends: bool = False, most_cost: int | None = None) -> list[ResumedWorld]:
     worlds = [random_world(seed, lends=lends, most_cost=most_cost) for seed in seeds]
     for world in worlds:
         world.interrupts = most_cost is not None
         world.run()
     for seed, world in zip(seeds, worlds, strict=True):
-        trained = [number for step in world.steps for number in step.groups]
-        last = min(world.settings.steps, world.stop_after or world.settings.steps)
-        assert len(world.steps) == last, seed
-        assert len(set(trained)) == len(trained), seed
+        steps = world.settings.steps
+        assert len(world.trained) == (steps if world.resumes else min(steps, world.stop_after or steps)), seed
+        check_prompts(world)
+        check_capacity(world)
         offered = {admit.group for admit in world.admitted}
         assert offered == {history.number for history in world.histories}, seed
-        if world.settings.staleness == 0:  # the groups of a step are the next prompts, without replaced ones
-            assert trained == sorted(trained), seed
         if not world.settings.replaces_uniform:
             most = (world.settings.staleness + 1) * world.settings.groups_per_step
             assert world.max_live <= most, seed
     return worlds
-
-
-def test_nothing_is_lost_or_trained_twice_over_a_stop_and_a_resume() -> None:
-    for seed in range(300):
-        first = random_world(seed)
-        first.stop_after, first.costs.skipped_share = 1, 0.0
-        first.run()
-        settings = first.settings
-        second = World(
-            settings, first.costs, first.lanes,
-            GroupScheduler(settings, step=1, version=1), ScheduleAudit(settings, step=1, version=1), version=1,
-        ).run()  # fmt: skip
-        num_taken = len({admit.group for admit in first.admitted})
-        # The second world's groups have the prompts that the first one left, then new ones.
-        prompts = [*sorted(first.stopped), *range(num_taken, num_taken + len(second.admitted))]
-        before = {number for step in first.steps for number in step.groups}
-        after = [prompts[number] for step in second.steps for number in step.groups]
-        replaced = {each.number for each in first.histories if each.void == "uniform"}
-        replaced |= {prompts[each.number] for each in second.histories if each.void == "uniform"}
-        assert not before & set(after), seed
-        assert len(set(after)) == len(after), seed
-        if settings.steps > 1:
-            everything = set(prompts[: len({admit.group for admit in second.admitted})]) | set(range(num_taken))
-            assert everything == before | set(after) | replaced, seed
 
 
 # --- broken schedulers, one for each invariant ---

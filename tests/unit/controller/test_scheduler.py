@@ -310,7 +310,8 @@ def test_areal_1345_capacity_after_a_resume_is_capacity_before_it(staleness: int
     )  # fmt: skip
     fresh, resumed = GroupScheduler(settings), GroupScheduler(settings, step=50, version=50)
     for scheduler, version in ((fresh, 0), (resumed, 50)):
-        scheduler.decide(WorkerJoined(worker="a", lanes=1000, version=version))
+        for number in range(200):  # a worker alone would be given no more than the bound, whatever the room
+            scheduler.decide(WorkerJoined(worker=str(number), lanes=1, version=version))
         assert len(_admitted(decided(scheduler, StepRequested()))) == 3 * (staleness + 1)
 
 
