@@ -23,7 +23,7 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "elastic": {"layout": "elastic", "devices": 2, "rollout_devices": 1},
 }
 # What only a layout says whose devices change sides.
-ELASTIC = ("lending/", "learner/", "rollout/", "response/trained_mean", "staleness/", "groups/void/")
+ELASTIC = ("lending/", "learner/", "rollout/", "response/offered_", "response/trained_", "staleness/", "groups/void/")
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,8 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 }
 # What depends on the layout: tokens that engines generate, devices that change sides, and shares of the batch.
 OF_LAYOUTS = (
-    "rollout/", "lending/", "learner/", "response/trained_mean", "staleness/", "groups/void/", "imbalance",
+    "rollout/", "lending/", "learner/", "response/offered_", "response/trained_", "staleness/", "groups/void/",
+    "imbalance",
 )  # fmt: skip
 
 

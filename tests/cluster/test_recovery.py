@@ -130,7 +130,7 @@ def _expected(undisturbed: dict[str, dict[str, Any]], method: str, task: Path) -
 
 def _without_rollout(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Without what depends on the layout, and counts of tokens: lost ones are generated again."""
-    names = ("lending/", "rollout/", "response/trained_mean", "staleness/", "groups/void/")
+    names = ("lending/", "rollout/", "response/offered_", "response/trained_", "staleness/", "groups/void/")
     metrics = {name: value for name, value in numbers["metrics"].items() if not name.startswith(names)}
     return {**numbers, "metrics": metrics}
 

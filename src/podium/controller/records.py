@@ -19,6 +19,9 @@ from podium.recipe.solving import Solving
 from podium.roles.carriers import FINISHES, DistanceNote, Floats
 from podium.roles.stages import CriticReport, GradedRollouts, Rollouts, UpdateReport
 
+# Of lengths, in percent.
+_QUANTILES = (10, 50, 90, 99)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRecord:
@@ -160,6 +163,8 @@ def _overlap(record: StepRecord) -> dict[str, float]:
     }
     if len(record.used):
         metrics["response/trained_mean"] = float(record.used.rollouts.note.sampled_N.mean())
+    metrics |= _length_quantiles("offered", [rollouts, *record.graded.left_out])
+    metrics |= _length_quantiles("trained", [record.used.rollouts])
     versions = [
         (each.admitted_version, each.newest_version, each.trained_version)
         for each in record.groups
@@ -182,6 +187,15 @@ def _overlap(record: StepRecord) -> dict[str, float]:
             metrics[f"staleness/kl/{age}"] = statistics.kl
             metrics[f"staleness/ess/{age}"] = statistics.effective_share
     return metrics
+
+
+def _length_quantiles(name: str, parts: Sequence[Rollouts]) -> dict[str, float]:
+    """Of the sampled tokens of an episode; nothing where there is none."""
+    sampled_N = np.concatenate([part.note.sampled_N for part in parts])
+    if not len(sampled_N):
+        return {}
+    values = np.percentile(sampled_N, _QUANTILES).tolist()
+    return {f"response/{name}_p{quantile}": value for quantile, value in zip(_QUANTILES, values, strict=True)}
 
 
 def _update(report: UpdateReport) -> dict[str, float]:

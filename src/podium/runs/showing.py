@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from podium.errors import RunFolderError
@@ -244,6 +245,7 @@ def _overlap_lines(run: RunFolder) -> Iterator[str]:
     oldest = max(values.get("staleness/max", 0.0) for values in steps)
     ages = ", ".join(f"age {age} {count / total:.1%}" for age, count in sorted(tokens.items()))
     yield f"trained tokens: {ages} (oldest {oldest:.0f} versions)"
+    yield from _length_lines(steps)
     waits = f"wait for episodes {part('time/wait_s')}, for rewards {part('time/grade_s')}"
     waits += f", publish {part('time/publish_s')}"
     yield f"learners: update {part('time/update_s')}, {waits}"
@@ -255,6 +257,17 @@ def _overlap_lines(run: RunFolder) -> Iterator[str]:
             f"lent devices: generate {part('lending/lent_s')}, change sides {part('lending/switch_s')}; "
             f"{lent_tokens / (all_tokens or 1.0):.1%} of the generated tokens"
         )
+
+
+def _length_lines(steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """Whether long answers were trained on as often as they were generated."""
+    known = [values for values in steps if "response/trained_p50" in values]
+    if known:
+        parts = []
+        for name in ("offered", "trained"):
+            means = [fmean(values[f"response/{name}_p{quantile}"] for values in known) for quantile in (50, 90, 99)]
+            parts.append("{} {:.0f}, {:.0f}, {:.0f}".format(name, *means))
+        yield f"tokens of an answer, p50, p90, p99 (means over steps): {'; '.join(parts)}"
 
 
 def _recovery_lines(run: RunFolder) -> Iterator[str]:

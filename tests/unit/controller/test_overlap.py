@@ -518,6 +518,8 @@ def test_show_tells_the_age_of_trained_tokens_and_what_devices_did(tmp_path: Pat
 
     lines = dict(line.split(":", 1) for line in show_lines(trial.folder.path) if ":" in line)
     assert "age 0 25.0%, age 1 75.0%" in lines["trained tokens"]
+    answers = lines["tokens of an answer, p50, p90, p99 (means over steps)"]
+    assert answers == " offered 2, 3, 3; trained 2, 3, 3"
     assert "wait for episodes" in lines["learners"]
     assert "idle 0.0%" in lines["generators"]
     assert ("age", "0.0") in trial.console.steps[0].own

@@ -128,6 +128,26 @@ def test_lengths_are_of_answers_and_prompts_apart() -> None:
     assert _values(record, "staleness/mean", "staleness/max") == (1.0, 2.0)
 
 
+def test_lengths_of_generated_and_of_trained_answers_are_quantiles_apart() -> None:
+    """Those that a failure left out were generated too: if they are the long ones, it shows."""
+    graded = make_graded([0.0] * 4, [0, 0, 1, 1], lengths=[1, 3, 5, 7])
+    left_out = make_graded([0.0], [2], lengths=[9]).rollouts
+    graded = replace(graded, left_out=(left_out,))
+    record = _record(graded, graded.take(np.array([0, 1])), overlaps=True)
+
+    # Of 1, 3, 5, 7, 9: at 0.4, 2, 3.6 and 3.96 of the way from the first (0) to the last (4).
+    offered = _values(record, *(f"response/offered_p{quantile}" for quantile in (10, 50, 90, 99)))
+    assert offered == pytest.approx((1.8, 5.0, 8.2, 8.92))
+    trained = _values(record, *(f"response/trained_p{quantile}" for quantile in (10, 50, 90, 99)))
+    assert trained == pytest.approx((1.2, 2.0, 2.8, 2.98))
+
+    nothing = step_metrics(_record(graded, graded.take(np.empty(0, np.int64)), overlaps=True))
+    assert nothing["response/offered_p50"] == 5.0
+    assert not [name for name in nothing if name.startswith("response/trained_")]
+    # A synchronous step trains on what it generates: `response/mean` and its neighbours say it.
+    assert not [name for name in step_metrics(replace(record, overlaps=False)) if "_p" in name.partition("/")[2]]
+
+
 def test_a_group_without_tokens_has_no_age() -> None:
     """Its versions are -1: its environment failed before the first token."""
     group = GroupRecord(
