@@ -276,7 +276,8 @@ def _placement(recipe: OnPolicyRecipe) -> Iterator[str]:
         elif placement.rollout_devices is not None and placement.rollout_devices >= placement.devices:
             yield (
                 f"placement.rollout_devices: {placement.rollout_devices} of {placement.devices} devices leaves none to "
-                "learn on. Lower it."
+                f"learn on. Lower it to {placement.devices - 1} or less, or raise placement.devices to "
+                f"{placement.rollout_devices + 1} or more."
             )
         yield from _most_generators(placement)
     else:

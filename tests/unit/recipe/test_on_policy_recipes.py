@@ -231,6 +231,23 @@ def test_a_staleness_that_no_token_can_have_is_refused_with_the_numbers() -> Non
         on_policy_recipe("rollout.staleness=7", SPLIT, "steps=5")
 
 
+@pytest.mark.parametrize("layout", ["split", "elastic"])
+@pytest.mark.parametrize("rollout_devices", [4, 5])
+def test_generators_on_all_devices_are_refused_with_the_numbers(layout: str, rollout_devices: int) -> None:
+    """Also with staleness: who would learn from what is in flight?"""
+    expected = (
+        rf"placement\.rollout_devices: {rollout_devices} of 4 devices leaves none to learn on\. Lower it to 3 or less, "
+        rf"or raise placement\.devices to {rollout_devices + 1} or more"
+    )
+    for staleness in (0, 2):
+        with pytest.raises(RecipeError, match=expected):
+            on_policy_recipe(
+                f"rollout.staleness={staleness}",
+                f"placement={{layout: {layout}, devices: 4, rollout_devices: {rollout_devices}}}",
+            )
+    assert on_policy_recipe(f"placement={{layout: {layout}, devices: 4, rollout_devices: 3}}").placement.devices == 4
+
+
 def test_a_run_of_epochs_is_held_to_its_staleness_when_its_steps_are_counted() -> None:
     recipe = parse_recipe({key: value for key, value in on_policy_values(
         "rollout.staleness=5", SPLIT, "epochs=1").items() if key != "steps"})  # fmt: skip
