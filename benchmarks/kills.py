@@ -128,10 +128,11 @@ def summary(row: Row) -> str:
         left = f", left: {', '.join(attempt.left)}" if attempt.left else ""
         parts.append(f"{attempt.verb}{was_hit} {ended}{left}")
     apart = "" if row.first_difference is None else f", differs from step {row.first_difference}"
+    missed = f", {row.num_missed} of {len(trial.moments)} kills hit nobody" if row.num_missed else ""
     verdict = "ok" if row.good else f"BAD (weights {row.weights_equal}, ledger {row.ledger_equal}{apart})"
     return (
-        f"trial {trial.number}: {trial.layout} {trial.victim}, {trial.moment}: {'; '.join(parts)}: {verdict}, "
-        f"{row.wall_s:.0f} s"
+        f"trial {trial.number}: {trial.layout} {trial.victim}, {trial.moment}: {'; '.join(parts)}: {verdict}"
+        f"{missed}, {row.wall_s:.0f} s"
     )
 
 

@@ -131,9 +131,13 @@ class ProcessFamily:
             return None
 
 
-def hit(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
+def hit(pid: int, number: signal.Signals) -> bool:
+    """Sends a signal. False: the process is gone."""
+    try:
         os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def wait_until(happened: Callable[[], bool], until: float) -> bool:

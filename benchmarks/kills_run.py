@@ -25,7 +25,7 @@ from typing import Any
 
 from kills_processes import POOLS, Process, ProcessFamily, hit, names_victim, wait_until
 from kills_task import STEPS, Task
-from kills_trials import CONTROL, RANK, VICTIMS, Attempt, Moment, Row, Trial, cells
+from kills_trials import RANK, VICTIMS, Attempt, Moment, Row, Trial, cells
 
 MOST_ATTEMPTS = 4
 _UNBROKEN_S = 600.0
@@ -179,7 +179,7 @@ class Bench:
         began = time.monotonic()
         place = self.folder / f"{trial.seed}-{trial.number:04d}-{trial.layout}-{trial.victim}-{trial.signal}"
         shutil.rmtree(place, ignore_errors=True)
-        moments = [] if trial.victim == CONTROL else [each for each in (trial.moment, trial.again) if each is not None]
+        moments = list(trial.moments)
         attempts: list[Attempt] = []
         while len(attempts) < MOST_ATTEMPTS and not is_complete(place / "run"):
             attempts.append(self._attempt(trial, moments, unbroken, place))
@@ -258,12 +258,14 @@ class Bench:
             self._wait(lambda: command.ended or command.reached(steps), until=until)
         due = time.monotonic() + unbroken.delay_s(trial.victim, moment)
         self._wait(lambda: command.ended, until=due)
-        self._wait(there, until=until)  # one may have ended meanwhile, as others take its place
-        if command.ended or not found:
-            return None
-        victim = found[int(trial.pick * len(found))]
-        told = len(command.text)
-        hit(victim.pid, signal.Signals[f"SIG{trial.signal}"])
+        while True:
+            self._wait(there, until=until)  # one may have ended meanwhile, as others take its place
+            if command.ended or not found:
+                return None
+            victim = found[int(trial.pick * len(found))]
+            told = len(command.text)
+            if hit(victim.pid, signal.Signals[f"SIG{trial.signal}"]):
+                break
         steps_done = len(_STEP.findall(command.text))
         return Hit(
             at=time.monotonic(), age_s=command.age_s, while_=f"{victim.label}, {steps_done} steps done", told=told,

@@ -55,6 +55,20 @@ class Trial:
     again: Moment | None
     pick: float  # which of several processes of the same role, as a share of their number
 
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """Of all kills that are planned."""
+        return () if self.victim == CONTROL else tuple(each for each in (self.moment, self.again) if each is not None)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether every kill comes while whole steps are left, however long they take. A second kill in start-up may
+        come too late where the first one does not: a start-up may take longer than the steps that are left."""
+        steps = [each.steps for each in self.moments]
+        if None in steps[1:] and steps[0] is not None:
+            return False
+        return sum(each or 0 for each in steps) <= STEPS - 2
+
     @classmethod
     def read(cls, values: dict[str, Any]) -> Trial:
         again = values["again"]
@@ -118,6 +132,11 @@ class Row:
     @property
     def hits(self) -> list[Attempt]:
         return [attempt for attempt in self.attempts if attempt.hit_at_s is not None]
+
+    @property
+    def num_missed(self) -> int:
+        """Planned kills that hit nobody: the run was complete before, or had failed too often."""
+        return len(self.trial.moments) - sum(attempt.num_hits for attempt in self.attempts)
 
     @property
     def good(self) -> bool:

@@ -108,6 +108,43 @@ def test_moments_cover_start_up_every_step_and_the_end() -> None:
     assert all(trial.moment.steps is None for trial in many if trial.victim == "worker")
 
 
+@pytest.mark.parametrize(
+    ("moment", "again", "is_certain"),
+    [
+        (Moment(steps=10, share=0.99), None, True),  # steps 11 and 12 are left
+        (Moment(steps=11, share=0.0), None, False),  # one that is quicker than others may be the last
+        (Moment(steps=12, share=0.0), None, False),
+        (Moment(steps=None, share=0.99), None, True),
+        (Moment(steps=8, share=0.5), Moment(steps=2, share=0.99), True),
+        (Moment(steps=9, share=0.5), Moment(steps=2, share=0.0), False),
+        (Moment(steps=None, share=0.5), Moment(steps=None, share=0.5), True),
+        (Moment(steps=1, share=0.5), Moment(steps=None, share=0.01), False),
+    ],
+)
+def test_a_kill_is_certain_where_whole_steps_are_left(moment: Moment, again: Moment | None, is_certain: bool) -> None:
+    assert replace(row().trial, moment=moment, again=again).is_certain == is_certain
+
+
+def test_kills_that_hit_nobody_are_counted_and_told() -> None:
+    trial = replace(row().trial, again=Moment(steps=2, share=0.5))
+    once, twice = row(attempt(), RESUMED, trial=trial), row(attempt(), attempt(), RESUMED, trial=trial)
+
+    assert [each.num_missed for each in (row(attempt()), once, twice, row(RESUMED))] == [0, 1, 0, 1]
+    assert "1 of 2 kills hit nobody" in kills.summary(once)
+    assert "hit nobody" not in kills.summary(twice)
+    assert row(RESUMED, victim=CONTROL).num_missed == 0
+
+
+def test_a_process_that_is_gone_was_not_hit() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    try:
+        assert hit(child.pid, signal.SIGKILL)
+    finally:
+        child.kill()
+        child.wait(10)
+    assert not hit(child.pid, signal.SIGKILL)
+
+
 def test_a_delay_is_a_share_of_what_the_unbroken_run_took() -> None:
     appeared_s = {"worker": 10.0, "grader": 12.0, "learner": 11.0}
     unbroken = Unbroken(
