@@ -52,21 +52,25 @@ class Links:
 
     def outdate(self, pool: str) -> None:
         """The pool has new workers: its links must be formed again."""
-        registry = self._registry()
-        self._outdated |= {
-            link.name for link in self._links.values() if any(registry.mesh(role).pool == pool for role in link.roles)
-        }
+        self._outdated |= self._of(pool)
 
-    async def renew(self, deadline: Deadline) -> None:
-        """Forms outdated links again; surviving workers leave the old ones first."""
+    async def renew(self, deadline: Deadline, *, pool: str | None = None) -> None:
+        """Forms outdated links again, or those of them that this pool is in; surviving workers leave the old ones
+        first, once they are idle."""
         async with self._renewing:
-            for name in sorted(self._outdated):
+            for name in sorted(self._outdated if pool is None else self._outdated & self._of(pool)):
                 link, call = self._links[name], Disconnect(name=name)
                 members = self._members(link)
                 what = f"leaving the link {name}"
                 await self._order(members, dict.fromkeys(range(len(members)), call).__getitem__, what, deadline)
                 await self.connect(name, link.roles, deadline)
                 self._outdated.discard(name)
+
+    def _of(self, pool: str) -> set[str]:
+        registry = self._registry()
+        return {
+            link.name for link in self._links.values() if any(registry.mesh(role).pool == pool for role in link.roles)
+        }
 
     def _members(self, link: Link) -> tuple[WorkerId, ...]:
         return tuple(worker for role in link.roles for worker in self._registry().workers_of(role))

@@ -269,8 +269,8 @@ class Workers:
         if not new:
             return ()
         self._links.outdate(pool)
-        if renews_links:
-            await self._links.renew(deadline)
+        if renews_links:  # not those of other pools: they may wait for this one, busy with their work
+            await self._links.renew(deadline, pool=pool)
         await self._channels.renew(pool, new, deadline)
         for role, restore in self._restores.items():
             mesh = self.registry.mesh(role)
