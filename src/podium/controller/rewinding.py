@@ -50,9 +50,11 @@ async def rewind(
     `saving`: the step whose checkpoint learners may be writing. It is waited for, unless a snapshot is as new:
     when it is whole, it removes the checkpoints before it. A worker that dies meanwhile raises WorkerDiedError, and the
     call can be repeated."""
+    if ROLLOUT in workers.pools:
+        # The run goes on with those that live, and fills the slots of the others later. First: learners that are
+        # replaced form their link again, and not with a dead one.
+        workers.vacate(ROLLOUT, workers.worker_pool(ROLLOUT).dead)
     for pool in workers.pools:
-        if pool == ROLLOUT:  # the run goes on with those that live, and fills the slots of the others later
-            workers.vacate(ROLLOUT, workers.worker_pool(ROLLOUT).dead)
         await workers.recover(pool)
     if ROLLOUT in workers.pools:
         await workers.renew_channels(ROLLOUT)
