@@ -4,7 +4,8 @@
     make chaos                                        five minutes, from a seed that differs each time
     PYTHONPATH=tests python tests/chaos.py --seconds 3600 --seed 100000
 
-Each seed has a method, a layout, a number of devices of each generator, a staleness, settings and up to six faults:
+Each seed has a method, a layout, a number of devices of each generator, a staleness, settings, up to six faults and up
+to three more in each start, also that of a resumed part, while workers start, connect and get their first weights:
 deaths, silence, late and lost replies and slow phases of learners (with critics, references, teachers and reward
 models), generators, graders and episode runners, generators that leave (SIGTERM), nodes that join, die or are drained,
 and requests to stop, after which the run is resumed. They come at any time: in saves, evaluations and recoveries too.
@@ -26,7 +27,7 @@ from collections import Counter
 from pathlib import Path
 from types import FrameType
 
-from helpers.simulated_faults import CalmRuns, Schedule
+from helpers.simulated_faults import AnyFault, CalmRuns, Schedule, StartFault
 from helpers.simulated_runs import METHODS
 from podium.controller.simulation.faults import shortest
 
@@ -71,7 +72,7 @@ def _run(calm: CalmRuns, arguments: argparse.Namespace) -> int:
         if case.tensor > 1:
             cases[f"{case.layout}, generators of {case.tensor} devices"] += 1
         methods[case.method] += 1
-        kinds.update(type(fault).__name__ for fault in schedule.faults)
+        kinds.update(_kind(fault) for fault in schedule.faults)
         seed += 1
         if (seed - first) % 100 == 0:
             gc.collect()
@@ -83,6 +84,12 @@ def _run(calm: CalmRuns, arguments: argparse.Namespace) -> int:
         print(f"  {name}: {count}")
     print(f"failed: {', '.join(map(str, failed)) or 'none'}")
     return len(failed)
+
+
+def _kind(fault: AnyFault) -> str:
+    if isinstance(fault, StartFault):
+        return f"{type(fault.fault).__name__}, at the start of {'a resumed' if fault.part else 'the first'} part"
+    return type(fault).__name__
 
 
 def _show(schedule: Schedule, seed: int) -> None:

@@ -10,12 +10,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, assert_never
 
 from helpers.simulated_runs import METHOD_COSTS, METHODS, groups_by_step, method, recipe_of, updates_behind
 from helpers.times import times_of
+from podium.cluster.simulated_faults import (
+    SimulatedDeath,
+    SimulatedDelay,
+    SimulatedDrain,
+    SimulatedJoin,
+    SimulatedLoss,
+    SimulatedNodeLoss,
+    SimulatedNotice,
+    SimulatedSilence,
+)
+from podium.controller.layout import ROLLOUT
 from podium.controller.simulation.controlled import SimulatedRun, simulate_run
-from podium.controller.simulation.faults import SimulatedFault, SimulatedStop, random_faults
+from podium.controller.simulation.costs import SimulatedSlowness
+from podium.controller.simulation.faults import (
+    SILENT_AT_START_S,
+    SimulatedFault,
+    SimulatedStop,
+    random_faults,
+    random_start_faults,
+    with_few_deaths,
+)
 from podium.observe import read_metrics
 from podium.programs.controlled import load_program
 from podium.recipe import OnPolicyRecipe
@@ -41,6 +60,13 @@ LIMIT_S = 10_000.0
 # More than the faults of a schedule can end.
 UNLIMITED = 100
 RESTARTS = 3
+# A pool is started so often before its run ends.
+MOST_STARTS = 3
+# How long a node is away in a start: others wait for its place for a minute.
+AWAY_AT_START_S = 35.0
+MOST_AT_START = 3
+# After all workers have started: they build roles, connect and install weights.
+START_S = 2.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,26 +124,84 @@ def fault_recipe(folder: Path, layout: str, staleness: int, **placement: Any) ->
     return Case(layout=layout, staleness=staleness).recipe(folder, **placement)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartFault:
+    """A fault while a part of a run starts. Parts are counted from 0, and each stop begins one more."""
+
+    part: int
+    fault: SimulatedFault  # its time is that of the part
+
+
+AnyFault = SimulatedFault | StartFault
+"""A fault of a run with all its parts."""
+
+
 def run_with(
-    recipe: OnPolicyRecipe, faults: Sequence[SimulatedFault] = (), *, seed: int = 0, folder: RunFolder | None = None,
+    recipe: OnPolicyRecipe, faults: Sequence[AnyFault] = (), *, seed: int = 0, folder: RunFolder | None = None,
     slots_per_node: int = 1,
 ) -> SimulatedRun:  # fmt: skip
     """The run of the recipe with these faults, in this folder (default: a new one). A run that was stopped is resumed
-    until all its steps are done; times of faults go on from one part to the next, but for those of its start: a run
-    whose workers die three times before it begins does not begin."""
+    until all its steps are done; times of faults go on from one part to the next."""
     folder = folder or RunFolder.create(recipe)
     resume_step: int | None = None
     program = load_program(recipe.program)
-    while True:
+    left = [each for each in faults if not isinstance(each, StartFault)]
+    for part in itertools.count():
+        of_start = [each.fault for each in faults if isinstance(each, StartFault) and each.part == part]
         run = simulate_run(
-            program, recipe, folder, FAULT_COSTS, seed=seed, resume_step=resume_step, faults=faults,
-            slots_per_node=slots_per_node, limit_s=LIMIT_S,
+            program, recipe, folder, FAULT_COSTS, seed=seed, resume_step=resume_step,
+            faults=that_let_it_begin([*of_start, *left]), slots_per_node=slots_per_node, limit_s=LIMIT_S,
         )  # fmt: skip
         if run.result.step == recipe.steps:
             return run
         resume_step = run.result.step or None
-        began_s = run.ended_s + FAULT_COSTS.start_s
-        faults = [replace(each, at_s=each.at_s - run.ended_s) for each in faults if each.at_s > began_s]
+        left = [replace(each, at_s=each.at_s - run.ended_s) for each in left if each.at_s > run.ended_s]
+    raise AssertionError("it ends with its last step")
+
+
+def that_let_it_begin(faults: Sequence[SimulatedFault]) -> list[SimulatedFault]:
+    """Without those after which a run does not begin: the third death of one pool before all workers have started, a
+    node that is away for most of a minute, and a silence that lasts nearly as long as the deadline of a start."""
+    until_s, deaths = FAULT_COSTS.start_s + 0.1, Counter[str]()
+    kept: list[SimulatedFault] = []
+    for fault in sorted(faults, key=lambda each: each.at_s):
+        if fault.at_s < until_s:
+            pool, lasts_s = pool_of_death(fault), lasting_s(fault)
+            is_away = isinstance(fault, SimulatedNodeLoss | SimulatedDrain) and lasts_s > AWAY_AT_START_S
+            is_silent = isinstance(fault, SimulatedSilence) and lasts_s > SILENT_AT_START_S
+            if is_away or is_silent or (pool is not None and deaths[pool] == MOST_STARTS - 1):
+                continue
+            if pool is not None:
+                deaths[pool] += 1
+            until_s += lasts_s + FAULT_COSTS.start_s
+        kept.append(fault)
+    return kept
+
+
+def pool_of_death(fault: SimulatedFault) -> str | None:
+    """The pool of which a worker may die of it; None: nobody dies."""
+    match fault:
+        case SimulatedNodeLoss() | SimulatedDrain():
+            return ROLLOUT
+        case SimulatedDeath() | SimulatedSilence() | SimulatedLoss() | SimulatedNotice():
+            return fault.pool
+        case SimulatedDelay() | SimulatedSlowness() | SimulatedStop() | SimulatedJoin():
+            return None
+        case other:
+            assert_never(other)
+
+
+def lasting_s(fault: SimulatedFault) -> float:
+    """How much longer a start may take with it, beside starting a pool again."""
+    match fault:
+        case SimulatedDrain():
+            return fault.grace_s + fault.seconds
+        case SimulatedDelay():
+            return fault.seconds + fault.late_s
+        case SimulatedNodeLoss() | SimulatedSilence() | SimulatedSlowness():
+            return fault.seconds
+        case _:
+            return 0.0
 
 
 def check_groups(run: SimulatedRun, recipe: OnPolicyRecipe) -> None:
@@ -155,7 +239,7 @@ class CalmRuns:
         recipe, _, run = self._made(case)
         return recipe, run
 
-    def with_faults(self, case: Case, faults: Sequence[SimulatedFault]) -> SimulatedRun:
+    def with_faults(self, case: Case, faults: Sequence[AnyFault]) -> SimulatedRun:
         """The run of a case with these faults; its folder is removed."""
         recipe, new, calm = self._made(case)
         folder = self._folder / f"faults-{next(self._numbers)}"
@@ -200,16 +284,43 @@ class Schedule:
         case = replace(case, tensor=Random(f"tensor {seed}").choice((1, 1, 1, 2)))
         self._calm, self.case = calm, case
         recipe, run = calm.of(self.case)
-        self.faults = random_faults(
+        most_deaths = None if case.restarts == UNLIMITED else case.restarts
+        later: Sequence[SimulatedFault] = random_faults(
             recipe, begin_s=FAULT_COSTS.start_s, end_s=1.2 * run.ended_s, most=MOST_FAULTS, seed=seed,
-            slots_per_node=case.slots_per_node, most_deaths=None if case.restarts == UNLIMITED else case.restarts,
+            slots_per_node=case.slots_per_node, most_deaths=most_deaths,
         )  # fmt: skip
+        starts = self._start_faults(recipe, seed)
+        if most_deaths is not None:  # those of a start count too where they are noticed after it
+            of_starts = [each.fault for each in starts]
+            later = list(with_few_deaths([*of_starts, *later], most_deaths))
+            starts = [each for each in starts if each.fault in later]
+            later = [each for each in later if each not in of_starts]
+        self.faults: tuple[AnyFault, ...] = (*starts, *later, *self._stops(run, starts, seed))
 
-    def check(self, faults: Sequence[SimulatedFault] | None = None) -> None:
+    def _start_faults(self, recipe: OnPolicyRecipe, seed: int) -> list[StartFault]:
+        """Of the first part, the second, both or none: until their first weights are there."""
+        parts = Random(f"starts {seed}").choice(((), (0,), (0,), (1,), (0, 1)))
+        end_s = FAULT_COSTS.start_s + START_S
+        return [
+            StartFault(part=part, fault=fault)
+            for part in parts
+            for fault in random_start_faults(
+                recipe, end_s=end_s, most=MOST_AT_START, seed=f"start {part} {seed}",
+                slots_per_node=self.case.slots_per_node,
+            )
+        ]  # fmt: skip
+
+    def _stops(self, calm: SimulatedRun, starts: Sequence[StartFault], seed: int) -> list[SimulatedFault]:
+        """One that begins the part whose start is faulted."""
+        if not any(each.part for each in starts):
+            return []
+        return [SimulatedStop(at_s=Random(f"stop {seed}").uniform(FAULT_COSTS.start_s, calm.ended_s))]
+
+    def check(self, faults: Sequence[AnyFault] | None = None) -> None:
         """Runs with these faults (default: all), and checks what must hold."""
         self._calm.with_faults(self.case, self.faults if faults is None else faults)
 
-    def fails(self, faults: Sequence[SimulatedFault]) -> bool:
+    def fails(self, faults: Sequence[AnyFault]) -> bool:
         """Whether something does not hold with these faults."""
         try:
             self.check(faults)

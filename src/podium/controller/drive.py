@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from podium.cluster import Cluster, Workers, open_inline, open_ray
 from podium.cluster.blocking import in_thread, run_to_end
 from podium.cluster.member import Timeouts
-from podium.controller.layout import LINK, RUNNER, RoleNames, layout_of, num_learners, role_names
-from podium.controller.phases import GENERATOR
+from podium.controller.connecting import connect_workers
+from podium.controller.layout import RoleNames, layout_of, num_learners, role_names
 from podium.controller.recovery import RecoveryPlan
 from podium.controller.start_up import StartUp, ray_settings
 from podium.errors import AttachError, PlacementError, PodiumError, RayDiedError, RoleError
@@ -24,7 +24,6 @@ from podium.observe import Stopwatch
 from podium.observe.timing import RESTART
 from podium.recipe import OnPolicyRecipe
 from podium.recipe.policy_mesh import no_place
-from podium.roles.interfaces import POLICY
 from podium.runs.folder import RunFolder
 from podium.runs.host_memory import held_memory
 from podium.runs.interrupts import InterruptHandler
@@ -276,18 +275,8 @@ async def _started(
         raise no_place(
             placement.devices, "devices", placement.mesh_sizes, error, generator=placement.generator_tensor
         ) from error
-    await open_channels(recipe, names, workers)
-    if placement.layout != "colocated":
-        await workers.connect(LINK, [POLICY, GENERATOR])
+    await connect_workers(recipe, names, workers, start_up.tell)
     return workers
-
-
-async def open_channels(recipe: OnPolicyRecipe, names: RoleNames, workers: Workers) -> None:
-    """Lets episode runners ask generators."""
-    if recipe.environment is not None:
-        await workers.open_channel(GENERATOR, to=RUNNER)
-        if names.lent is not None:
-            await workers.open_channel(names.lent, to=RUNNER)
 
 
 def cause_of(error: RoleError) -> PodiumError:

@@ -14,14 +14,18 @@ from helpers.simulated_faults import (
     FAULT_COSTS,
     LAYOUTS,
     RESTARTS,
+    START_S,
+    AnyFault,
     CalmRuns,
     Case,
     Schedule,
+    StartFault,
     check_groups,
     fault_recipe,
     layout_of_seed,
     methods_of,
     run_with,
+    that_let_it_begin,
 )
 from helpers.simulated_runs import METHODS
 from podium.cluster.simulated_faults import (
@@ -34,9 +38,11 @@ from podium.cluster.simulated_faults import (
     SimulatedNotice,
     SimulatedSilence,
 )
+from podium.controller.simulation.controlled import simulate_run
 from podium.controller.simulation.costs import SimulatedSlowness
 from podium.controller.simulation.faults import SimulatedFault, SimulatedStop, random_faults, shortest
 from podium.errors import WorkerDiedError
+from podium.programs.controlled import load_program
 from podium.runs.events import recoveries
 from podium.runs.folder import RunFolder
 
@@ -97,6 +103,22 @@ FOUND: dict[str, tuple[Case, list[SimulatedFault]]] = {
         [
             SimulatedDeath(at_s=7.932573, pool="rollout", slot=1),
             SimulatedDelay(at_s=9.322677, pool="rollout", slot=1, seconds=7.327422, late_s=20.0),
+        ],
+    ),
+    "a learner that is replaced forms its link without a generator that is dead": (
+        Case(layout="split", staleness=0, variant=6, slots_per_node=2, restarts=3, method="kl, refreshed", tensor=2),
+        [
+            SimulatedSlowness(at_s=14.3587, pool="train", slot=0, seconds=8.152960, factor=20.0),
+            SimulatedNodeLoss(at_s=20.086579, node=0, seconds=5.0),
+            SimulatedDeath(at_s=24.889636, pool="train", slot=0),
+        ],
+    ),
+    "a grader is replaced while a generator is busy whose link is outdated": (
+        Case(layout="elastic", staleness=0, variant=7, method="ppo, epochs", tensor=2),
+        [
+            SimulatedSilence(at_s=6.730984, pool="graders", slot=0, seconds=120.0),
+            SimulatedNodeLoss(at_s=11.841303, node=1, seconds=5.0),
+            SimulatedDeath(at_s=15.543406, pool="graders", slot=0),
         ],
     ),
 }
@@ -433,6 +455,97 @@ def test_a_learner_that_dies_while_a_generator_is_replaced_is_no_death_of_a_gene
     silence = SimulatedSilence(at_s=10.522233713539006, pool="rollout", slot=1, seconds=120.0)
 
     calm_runs.with_faults(Case(layout="split", staleness=0, variant=8), [learner, lost, generator, silence])
+
+
+# --- starts ---
+
+
+@pytest.mark.parametrize(("pool", "slot"), [("rollout", 1), ("runners", 0), ("graders", 1), ("train", 0)])
+def test_a_worker_that_dies_while_others_still_start_is_replaced_before_the_run_begins(
+    tmp_path: Path, calm_runs: CalmRuns, pool: str, slot: int
+) -> None:
+    """Its pool stands at 1.5 s. Another one is slow, so that nobody needs it for three more seconds."""
+    case = Case(layout="split", staleness=0, method="turns")
+    _, calm = calm_runs.of(case)
+    slow = "graders" if pool == "train" else "train"
+    faults: list[AnyFault] = [
+        StartFault(part=0, fault=SimulatedSilence(at_s=0.5, pool=slow, slot=0, seconds=4.0)),
+        StartFault(part=0, fault=SimulatedDeath(at_s=2.0, pool=pool, slot=slot)),
+    ]
+
+    run = run_with(case.recipe(tmp_path), faults)
+
+    assert list(recoveries(run.result.folder)) == []  # the run had not begun
+    assert run.committed_s[0] > calm.committed_s[0] + 2.5  # the slow pool stands at 4.5 s, and not at 1.5 s
+    assert run.weights == calm.weights
+
+
+@pytest.mark.parametrize(("pool", "at_s"), [("rollout", 3.2), ("train", 3.2), ("train", 3.7)])
+def test_a_worker_that_dies_as_the_link_is_formed_is_replaced(
+    tmp_path: Path, calm_runs: CalmRuns, pool: str, at_s: float
+) -> None:
+    """The learner's replies are late: place, code and role take it until 3.0 s. It has opened the link at 3.5 s and
+    made it at 4.0 s."""
+    case = Case(layout="split", staleness=0)
+    _, calm = calm_runs.of(case)
+    faults: list[AnyFault] = [
+        StartFault(part=0, fault=SimulatedDelay(at_s=0.1, pool="train", slot=0, seconds=30.0, late_s=0.5)),
+        StartFault(part=0, fault=SimulatedDeath(at_s=at_s, pool=pool, slot=0)),
+    ]
+
+    run = run_with(case.recipe(tmp_path), faults)
+
+    assert run.weights == calm.weights
+
+
+def test_a_pool_that_dies_three_times_in_its_start_ends_the_run(tmp_path: Path) -> None:
+    """Its start takes 1.5 s, and begins again with every death."""
+    recipe = fault_recipe(tmp_path, "split", 0)
+    deaths = [SimulatedDeath(at_s=at_s, pool="rollout", slot=0) for at_s in (1.0, 2.0, 3.0)]
+
+    with pytest.raises(WorkerDiedError, match="died while they started"):
+        simulate_run(
+            load_program(recipe.program), recipe, RunFolder.create(recipe), FAULT_COSTS, faults=deaths,
+        )  # fmt: skip
+
+
+def test_the_start_of_a_resumed_part_has_faults_too(tmp_path: Path, calm_runs: CalmRuns) -> None:
+    case = Case(layout="elastic", staleness=0)
+    _, calm = calm_runs.of(case)
+    faults: list[AnyFault] = [
+        SimulatedStop(at_s=calm.committed_s[1] - 0.25),
+        StartFault(part=1, fault=SimulatedDeath(at_s=1.0, pool="rollout", slot=0)),
+        StartFault(part=1, fault=SimulatedDeath(at_s=1.25, pool="train", slot=0)),
+        StartFault(part=2, fault=SimulatedDeath(at_s=1.0, pool="train", slot=0)),  # there is no third part
+    ]
+
+    run = run_with(case.recipe(tmp_path), faults)
+
+    undisturbed = run_with(case.recipe(tmp_path / "stopped"), faults[:1])
+    # The part has one step. Its learner stands at 2.75 s, and not at 1.5 s.
+    assert run.committed_s[-1] == pytest.approx(undisturbed.committed_s[-1] + 1.25)
+    assert run.weights == undisturbed.weights == calm.weights
+
+
+def test_schedules_have_faults_in_the_starts_of_all_parts(calm_runs: CalmRuns) -> None:
+    schedules = [Schedule(calm_runs, seed, "grpo") for seed in range(8)]
+
+    starts = [each for schedule in schedules for each in schedule.faults if isinstance(each, StartFault)]
+    assert {each.part for each in starts} == {0, 1}
+    assert all(0.0 < each.fault.at_s <= FAULT_COSTS.start_s + START_S for each in starts)
+    for schedule in schedules:
+        has_second = any(isinstance(each, StartFault) and each.part == 1 for each in schedule.faults)
+        assert not has_second or any(isinstance(each, SimulatedStop) for each in schedule.faults)
+
+
+def test_faults_of_a_start_let_the_run_begin() -> None:
+    """The third death of a pool within its starts, a node that is away for long and a long silence are left out."""
+    deaths = [SimulatedDeath(at_s=at_s, pool="rollout", slot=0) for at_s in (0.5, 1.0, 1.2)]
+    away = SimulatedNodeLoss(at_s=1.3, node=0, seconds=200.0)
+    silent = SimulatedSilence(at_s=1.4, pool="train", slot=0, seconds=120.0)
+    late = [SimulatedDeath(at_s=at_s, pool="rollout", slot=0) for at_s in (4.7, 4.8)]  # after 1.6 + 2 x 1.5 s
+
+    assert that_let_it_begin([*deaths, away, silent, *late]) == [*deaths[:2], *late]
 
 
 # --- schedules ---

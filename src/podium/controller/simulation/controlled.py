@@ -18,7 +18,8 @@ from podium.cluster import Layout, Resources, open_simulated, run_virtual
 from podium.cluster.member import Timeouts
 from podium.cluster.simulated_faults import GENERATOR_SLOT
 from podium.controller.assembly import read_inputs, result_of
-from podium.controller.drive import ControlledProgram, StepChoice, open_channels
+from podium.controller.connecting import connect_workers
+from podium.controller.drive import ControlledProgram, StepChoice
 from podium.controller.healing import Assembled, run_program
 from podium.controller.layout import ROLLOUT, layout_of, role_names
 from podium.controller.recovery import RecoveryPlan
@@ -112,7 +113,7 @@ async def _run(
     ) as cluster:  # fmt: skip
         with watch.span("start-up"):
             workers = await cluster.start(layout, timeouts, deadline_s=_FOREVER_S)
-            await open_channels(recipe, names, workers)
+            await connect_workers(recipe, names, workers)
         assembled = Assembled(
             program=program, inputs=inputs, names=names, cluster=cluster, workers=workers, console=console, watch=watch
         )

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from random import Random
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 from podium.cluster.simulated_faults import (
     NodeFault,
@@ -37,10 +37,15 @@ class SimulatedStop:
 
 SimulatedFault = WorkerFault | NodeFault | SimulatedSlowness | SimulatedStop
 """What can happen in a simulated run."""
+Fault = TypeVar("Fault")
 
 _KINDS: tuple[type[SimulatedFault], ...] = (
     SimulatedDeath, SimulatedSilence, SimulatedDelay, SimulatedLoss, SimulatedSlowness, SimulatedStop,
 )  # fmt: skip
+# Longer than the heartbeat timeout, and half the deadline of a start, after which a run ends.
+SILENT_AT_START_S = 60.0
+# Of a start: before it nothing has been asked for.
+_FIRST_S = 0.01
 
 
 def random_faults(
@@ -68,10 +73,35 @@ def random_faults(
         _, slot = rng.choice([each for each in slots if each[0] == pool])
         faults.append(_random_fault(rng, recipe, at_s, pool, slot))
     faults.sort(key=lambda each: each.at_s)
-    return tuple(faults if most_deaths is None else _with_few_deaths(faults, most_deaths))
+    return tuple(faults if most_deaths is None else with_few_deaths(faults, most_deaths))
 
 
-def _with_few_deaths(faults: Sequence[SimulatedFault], most: int) -> Iterator[SimulatedFault]:
+def random_start_faults(
+    recipe: OnPolicyRecipe, *, end_s: float, most: int, seed: str, slots_per_node: int = 1
+) -> tuple[SimulatedFault, ...]:
+    """Up to `most` faults in the first seconds of a run, or of a part that is resumed: while its workers start, reach
+    each other and get their first weights. Their node is back, and a silent one goes on, before the deadline of a start
+    has passed."""
+    rng, slots = Random(seed), _slots(recipe)
+    pools = sorted({pool for pool, _ in slots})
+    num_nodes = ceil(sum(pool == ROLLOUT for pool, _ in slots) / slots_per_node)
+    faults: list[SimulatedFault] = []
+    for _ in range(rng.randint(1, most)):
+        at_s = rng.uniform(_FIRST_S, end_s)
+        pool = rng.choice(pools)
+        _, slot = rng.choice([each for each in slots if each[0] == pool])
+        if num_nodes and rng.random() < 0.2:
+            seconds = rng.choice((0.0, 5.0, 20.0))
+            faults.append(SimulatedNodeLoss(at_s=at_s, node=rng.randrange(num_nodes), seconds=seconds))
+            continue
+        fault = _random_fault(rng, recipe, at_s, pool, slot)
+        if isinstance(fault, SimulatedSilence):
+            fault = replace(fault, seconds=min(fault.seconds, SILENT_AT_START_S))
+        faults.append(fault)
+    return tuple(sorted(faults, key=lambda each: each.at_s))
+
+
+def with_few_deaths(faults: Sequence[SimulatedFault], most: int) -> Iterator[SimulatedFault]:
     """Those that leave it at so many deaths of one worker. A generator that has moved is on another node, so that the
     fault of a node may be the death of any of them."""
     deaths, of_nodes = Counter[tuple[str, int]](), 0
@@ -138,9 +168,7 @@ def _random_change(rng: Random, at_s: float, number: int) -> SimulatedFault:
             return SimulatedJoin(at_s=at_s)
 
 
-def shortest(
-    faults: Sequence[SimulatedFault], fails: Callable[[Sequence[SimulatedFault]], bool]
-) -> tuple[SimulatedFault, ...]:
+def shortest(faults: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool]) -> tuple[Fault, ...]:
     """A part of these faults with which a run still fails, and without any of which it does not."""
     left = list(faults)
     position = 0
