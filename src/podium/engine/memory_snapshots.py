@@ -30,11 +30,13 @@ from podium.engine.checkpoint import CheckpointReader
 from podium.engine.checkpoint_files import PARTIAL, Extras, complete, saved_steps, write_json
 from podium.engine.mesh import Mesh
 from podium.engine.snapshot_copies import (
+    SHARD_BYTES,
     MappedFile,
     RankNodes,
     ShardCopies,
     fetch_shard,
     held_shards,
+    num_ranks,
     reused_file,
     whole_steps,
 )
@@ -150,8 +152,8 @@ class MemorySnapshots:
 
 
 def whole_snapshots(folder: Path) -> tuple[int, ...]:
-    """Steps of whole snapshots in a folder, ascending. One that was just being overwritten is none."""
-    return tuple(each.step for each in saved_steps(folder) if (each.folder / "checkpoint.json").exists())
+    """Steps of snapshots of which a folder has all shards, ascending; see `held_shards`."""
+    return tuple(step for step, ranks in held_shards(folder).items() if len(ranks) == num_ranks(folder, step))
 
 
 class SnapshotWriter:
@@ -277,7 +279,8 @@ class SnapshotWriter:
                 piece.name: {"shape": piece.shape, "starts": piece.box.starts, "stops": piece.box.stops}
                 for piece in job.pieces
             }
-            partial, extras, record = job.partial, job.extras, {"pieces": index, "files": {}}
+            partial, extras = job.partial, job.extras
+            record = {"pieces": index, "files": {}, SHARD_BYTES: len(job.file.bytes)}
             write_json(partial / f"rank-{self._mesh.rank:05d}.json", record)
             if self._copies is not None:
                 self._copies.exchange(partial, job.file.bytes, record)

@@ -20,11 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from podium.engine.checkpoint_files import read_json, write_json
+from podium.engine.checkpoint_files import SavedCheckpoint, read_json, write_json
 from podium.engine.mesh import Mesh
+from podium.errors import CheckpointError
 
 # Of one message. Gloo keeps a message that nobody has asked for yet with its sender.
 _MESSAGE_BYTES = 64 * 2**20
+SHARD_BYTES = "bytes"
+"""Key of a shard's size in its index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +125,29 @@ def reused_file(
 
 
 def held_shards(folder: Path) -> dict[int, tuple[int, ...]]:
-    """Ranks whose shards a folder of snapshots has, by step. A snapshot that was just being overwritten has none."""
-    return {
-        int(each.name.removeprefix("step-")): tuple(
-            int(index.stem.removeprefix("rank-")) for index in sorted(each.glob("rank-*.json"))
-        )
-        for each in sorted(folder.glob("step-*"))
-        if (each / "checkpoint.json").exists()
-    }
+    """Ranks whose shards a folder of snapshots has, by step. A snapshot that was just being overwritten is none, and
+    neither is what is not as it was written: records by their checksums, shards by their size."""
+    found: dict[int, tuple[int, ...]] = {}
+    for place in sorted(folder.glob("step-*")):
+        ranks = [int(index.stem.removeprefix("rank-")) for index in sorted(place.glob("rank-*.json"))]
+        if held := tuple(rank for rank in ranks if _is_as_written(place, rank)):
+            found[int(place.name.removeprefix("step-"))] = held
+    return found
+
+
+def num_ranks(folder: Path, step: int) -> int:
+    """Ranks of whose shards a snapshot consists."""
+    return int(read_json(folder / f"step-{step:08d}" / "checkpoint.json")["ranks"])
+
+
+def _is_as_written(place: Path, rank: int) -> bool:
+    """Whether nobody has cut or changed a shard's record, and its file has the size that it was written with. Its bytes
+    are not read: a checksum of them would take at least as long as the copy, after every step."""
+    try:
+        SavedCheckpoint(place, ranks=(rank,))
+        return read_json(_index_file(place, rank)).get(SHARD_BYTES) == _size(place, rank)
+    except (CheckpointError, OSError):
+        return False
 
 
 def whole_steps(held: Sequence[Mapping[int, Sequence[int]]]) -> tuple[int, ...]:

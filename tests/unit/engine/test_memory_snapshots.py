@@ -111,6 +111,42 @@ def test_a_writer_that_dies_in_a_snapshot_leaves_the_one_before(
     assert CheckpointReader(tmp_path / "step-00000004").tensor("weight").eq(9.0).all()
 
 
+SHARD, INDEX, RECORD, EXTRAS = "rank-00000.safetensors", "rank-00000.json", "checkpoint.json", "extras.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("name", "position"),
+    [
+        (SHARD, None), (INDEX, None), (RECORD, None), (EXTRAS, None), (INDEX, 0.5), (RECORD, 0.5), (RECORD, 0.9),
+        (EXTRAS, 0.5),
+    ],
+)  # fmt: skip
+def test_a_snapshot_that_is_not_as_it_was_written_is_none(
+    tmp_path: Path, tensors: dict[str, Tensor], name: str, position: float | None
+) -> None:
+    """A file is cut by one byte, or a bit at a position of it is flipped. The snapshot before it is whole."""
+    snapshots = MemorySnapshots(tmp_path, ALONE, node="a", pieces=lambda: pieces_of(tensors))
+    for step in (1, 2):
+        tensors["weight"].fill_(float(step))
+        snapshots.take(step, Extras(values={"at": step}, arrays={}))
+        snapshots.wait_copied()
+    snapshots.wait()
+    assert (whole_snapshots(tmp_path), snapshots.steps()) == ((1, 2), (1, 2))
+    path = tmp_path / "step-00000002" / name
+    written = bytearray(path.read_bytes())
+
+    if position is None:
+        path.write_bytes(written[:-1])
+    else:
+        written[int(position * len(written))] ^= 1
+        path.write_bytes(written)
+
+    assert (whole_snapshots(tmp_path), snapshots.steps()) == ((1,), (1,))
+    with pytest.raises(CheckpointError, match="does not hold the whole state after step 2"):
+        snapshots.read(2)
+    assert snapshots.read(1).tensor("weight").eq(1.0).all()
+
+
 def test_tensors_of_other_shapes_get_a_new_file(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
     writer = SnapshotWriter(tmp_path, ALONE, timeout_s=5)
     for step in (1, 2):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from podium.engine.snapshot_copies import RankNodes, held_shards, whole_steps
+from podium.engine.checkpoint_files import Extras, complete, write_json
+from podium.engine.snapshot_copies import SHARD_BYTES, RankNodes, held_shards, whole_steps
 
 
 def test_ranks_of_one_node_need_no_copies() -> None:
@@ -41,9 +42,13 @@ def test_a_step_is_whole_where_somebody_has_the_shard_of_every_rank() -> None:
 
 
 def test_a_folder_holds_what_has_an_index_and_a_record(tmp_path: Path) -> None:
-    for name in ("step-00000003/rank-00001", "step-00000003/checkpoint", "step-00000004/rank-00001"):
-        (tmp_path / name).with_suffix(".json").parent.mkdir(exist_ok=True)
-        (tmp_path / name).with_suffix(".json").touch()
+    for step in (3, 4):
+        partial = tmp_path / f".partial-{step}"
+        partial.mkdir()
+        write_json(partial / "rank-00001.json", {"pieces": {}, "files": {}, SHARD_BYTES: 5})
+        (partial / "rank-00001.safetensors").write_bytes(b"shard")
+        complete(tmp_path, partial, step, Extras(values={}, arrays={}), ranks=2)
     (tmp_path / "step-00000003" / "rank-00000.safetensors").touch()  # it is not complete
+    (tmp_path / "step-00000004" / "checkpoint.json").unlink()
     assert held_shards(tmp_path) == {3: (1,)}
     assert held_shards(tmp_path / "nothing") == {}

@@ -16,6 +16,7 @@ from helpers.recipes import make_recipe
 from podium.engine.checkpoint import CheckpointReader
 from podium.engine.checkpoint_files import Extras, bring_back, complete, saved_steps, set_aside_later, write_json
 from podium.engine.mesh import Mesh
+from podium.engine.snapshot_copies import SHARD_BYTES
 from podium.engine.train_step import TrainEngine
 from podium.errors import CheckpointError
 from podium.observe import Console, StepMetrics
@@ -59,7 +60,8 @@ def save(folder: Path, *steps: int) -> None:
     for step in steps:
         partial = folder / f".partial-{step:08d}"
         partial.mkdir(parents=True)
-        write_json(partial / "rank-00000.json", {"pieces": {}, "files": {}})
+        write_json(partial / "rank-00000.json", {"pieces": {}, "files": {}, SHARD_BYTES: 4})
+        (partial / "rank-00000.safetensors").write_bytes(b"four")
         complete(folder, partial, step, Extras(values={"in": str(folder)}, arrays={}), ranks=1)
 
 
@@ -158,6 +160,17 @@ class TestTheNewestState:
         (memory / "step-00000007" / "checkpoint.json").unlink()
 
         assert state(newest_state(run, memory, ALONE)) == (memory, 6)
+
+    def test_is_no_snapshot_that_was_cut(self, run: RunFolder, memory: Path) -> None:
+        """The one before it is taken, or the newest checkpoint where both are."""
+        save(run.checkpoints, 3)
+        save(memory, 6, 7)
+
+        (memory / "step-00000007" / "rank-00000.safetensors").write_bytes(b"thr")
+        assert state(newest_state(run, memory, ALONE)) == (memory, 6)
+
+        (memory / "step-00000006" / "rank-00000.safetensors").write_bytes(b"")
+        assert state(newest_state(run, memory, ALONE)) == (run.checkpoints, 3)
 
 
 def test_snapshots_of_another_launch_are_elsewhere(tmp_path: Path) -> None:
