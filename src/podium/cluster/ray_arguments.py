@@ -35,7 +35,8 @@ def full_store() -> StoreError:
     """The error for objects that find no room."""
     return StoreError(
         "Ray's object store is full, and the disk that it moves objects to has no room either (the folder of Ray's "
-        "session, /tmp/ray unless RAY_TMPDIR says otherwise). Make room there, or let a step hold less: "
+        "session, /tmp/ray unless RAY_TMPDIR says otherwise). Make room there, give the store more (start a Ray with "
+        "`ray start --head --object-store-memory BYTES` and name it in RAY_ADDRESS), or let a step hold less: "
         "rollout.prompts_per_step, rollout.samples_per_prompt or rollout.max_new_tokens."
     )
 
