@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ def lines_of(run: Path) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("where", [pytest.param("inline", id="inline"), pytest.param("two devices on Ray", id="ray")])
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param("inline", id="inline"), pytest.param("two devices on Ray", id="ray", marks=pytest.mark.serial)],
+)
 def test_a_frozen_judge_grades_and_a_resumed_run_repeats_it(workspace: Workspace, where: str) -> None:
     judge = save_chain_folder(workspace.path / "judge", "score: 7")
     rewards = [
@@ -58,11 +62,14 @@ def test_a_frozen_judge_grades_and_a_resumed_run_repeats_it(workspace: Workspace
     assert workspace.process("resume", "runs/judged", "--step", "1").code == 0
     again = lines_of(run)[-1]
     assert again["judge/style/cache_hits"] == 16.0
-    judged = ("judge/style/requests", "judge/style/cache_hits", "judge/style/tokens_in", "judge/style/tokens_out")
     repeated = numbers(run)[2]
-    assert {name: value for name, value in repeated.items() if name not in judged} == {
-        name: value for name, value in first[2].items() if name not in judged
-    }
+    assert (repeated["heldout/judge/style/requests"], repeated["heldout/judge/style/cache_hits"]) == (0.0, 8.0)
+    assert _but_of_judging(repeated) == _but_of_judging(first[2])
+
+
+def _but_of_judging(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Without what says how often the judge was asked, which the cache changes."""
+    return {name: value for name, value in metrics.items() if "judge/style/" not in name}
 
 
 @pytest.mark.slow
@@ -84,6 +91,7 @@ def test_the_policy_judges_its_own_answers(workspace: Workspace) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.timeout(300)
 def test_a_split_run_judges_on_the_learners_devices(workspace: Workspace) -> None:
     judge = save_chain_folder(workspace.path / "judge", "score: 3")
