@@ -29,8 +29,9 @@ from kills_trials import RANK, VICTIMS, Attempt, Moment, Row, Trial, cells
 
 MOST_ATTEMPTS = 4
 _UNBROKEN_S = 600.0
-# The line of the console's header that needs all roles to be built; the first step follows at once.
-_READY = re.compile(r"^devices:", re.MULTILINE)
+# The line of the console's header that needs all roles to be built; the first step follows at once. A controller that
+# takes the place of one that died before it had said so says where it goes on instead.
+_READY = re.compile(r"^devices:|: going on after step ", re.MULTILINE)
 _STEP = re.compile(r"^step +\d+/", re.MULTILINE)
 _ADVICE = re.compile(r"podium (resume|train)")
 # Tracebacks, and lines of Ray's own log.
