@@ -12,6 +12,9 @@ from podium.observe.causes import Cause, is_idle
 from podium.observe.timeline import TimelineSpan, TimelineWorker, read_timeline, slot_change
 from podium.runs.accounting import WorkerTime, times_by_kind, worker_times
 
+# Between two spans other processes may get the processor: of a run of 0.3 s that is more than its share.
+_PREEMPTED_S = 0.02
+
 
 def times_of(run: Path) -> dict[str, WorkerTime]:
     """By kind of worker. The causes of each slot, of all workers that were in it, add up to the time from the launch to
@@ -23,7 +26,8 @@ def times_of(run: Path) -> dict[str, WorkerTime]:
         mine = [each for each in times if _slot(each.worker) == slot]
         whole_s = end_s - begin_s - sum(_vacancies(slot, spans, begin_s, end_s))
         assert sum(each.total_s for each in mine) == pytest.approx(whole_s, rel=0.005), (slot, mine)
-        assert sum(each.seconds.get("unknown", 0.0) for each in mine) < 0.02 * whole_s, (slot, mine)
+        unknown_s = sum(each.seconds.get("unknown", 0.0) for each in mine)
+        assert unknown_s < max(0.02 * whole_s, _PREEMPTED_S), (slot, mine)
     return times_by_kind(times)
 
 
